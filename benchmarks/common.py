@@ -1,0 +1,218 @@
+"""What every benchmark needs: groups of real processes that act on command, and results that say where they were measured."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+# --- processes on command ---
+
+
+class Group:
+    """`size` processes of one script with torchrun's environment. Idle, blocked on a pipe, until asked.
+
+    Only one group should be asked at a time; the others cost nothing but their memory.
+    """
+
+    def __init__(self, script: str, size: int, args: Sequence[str] = (), *, timeout: float = 600.0):
+        self._timeout = timeout
+        self._cache = tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True)  # every group compiles from nothing
+        self._logs = [tempfile.TemporaryFile("w+") for _ in range(size)]  # noqa: SIM115 - closed by close()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._processes = []
+        for rank in range(size):
+            env = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size),
+            }
+            if sys.platform == "linux":
+                env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")]))
+            command = [sys.executable, script, "--worker", *args]
+            self._processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True))
+
+    def ask(self, do: str, **arguments: Any) -> list[Any]:
+        """What every process answers to a command, in rank order. Raises with the processes' own words if one fails."""
+        watchdog = threading.Timer(self._timeout, self.kill)
+        watchdog.start()
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+                    process.stdin.flush()
+            answers = []
+            for process in self._processes:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    self._fail(do)
+                answers.append(json.loads(line))
+            return answers
+        finally:
+            watchdog.cancel()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for log in self._logs:
+            log.close()
+        self._cache.cleanup()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fail(self, do: str) -> NoReturn:
+        self.kill()
+        texts = []
+        for rank, log in enumerate(self._logs):
+            log.seek(0)
+            texts.append(f"--- rank {rank} ---\n{log.read()[-4000:]}")
+        raise RuntimeError(f"a process failed at {do!r}, or did not answer in {self._timeout:g} s\n" + "\n".join(texts))
+
+
+def serve(commands: Mapping[str, Callable[..., Any]]) -> None:
+    """The other end of a `Group`: answers commands until the pipe closes. Whatever else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        result = commands[request.pop("do")](**request)
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+# --- memory of this process ---
+
+
+def rss_mib() -> float:
+    """Resident memory now."""
+    return _status("VmRSS")
+
+
+def peak_mib() -> float:
+    """The most resident memory since the process began, or since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Forgets the peak so far."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no {field} in /proc/self/status: memory is measured on Linux only")
+
+
+# --- results ---
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, as they belong beside any number."""
+    import torch
+
+    import fzero
+
+    cpu = platform.processor()
+    flags = ""
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text()
+        cpu = next((x.split(":", 1)[1].strip() for x in info.splitlines() if x.startswith("model name")), cpu)
+        flags = next((x for x in info.splitlines() if x.startswith("flags")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    simd = [name for name, flag in (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("bf16 AVX-512", "avx512_bf16"), ("AMX", "amx_tile")) if flag in flags.split()]
+    return {
+        "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "fzero": fzero.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "simd": simd,
+        "memory_gib": round(memory, 1),
+    }
+
+
+def _commit() -> str:
+    try:
+        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent.parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return run.stdout.strip()
+
+
+def publish(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], data: Mapping[str, Any], out: Path = RESULTS
+) -> None:
+    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured) to `out`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    where = environment()
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(width=max(Console().width, 130))  # a log file is as wide as a table
+    console.print(table)
+    for note in notes:
+        console.print(f"  {note}", highlight=False)
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    simd = ", ".join(where["simd"]) or "no AVX2"
+    lines += ["", *(f"- {note}" for note in notes)]
+    lines += [f"- Measured {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}, {where['system']}, "
+              f"{where['cores']} cores of {where['cpu']} ({simd}), {where['memory_gib']} GiB."]  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1) + "\n")
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
+    console.print(f"  written: {out / name}.json, .md", highlight=False)

@@ -1,0 +1,147 @@
+"""One GPT, written twice: as pure functions for fzero, as modules for the peers. Same mathematics, same initial values.
+
+No biases, learned positions, pre-norm, tanh GELU, fused attention, cross entropy in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of the global batch."""
+
+    layers: int = 4
+    width: int = 512
+    heads: int = 8
+    seq: int = 128
+    batch: int = 8
+    vocab: int = 256
+
+    @property
+    def num_params(self) -> int:
+        return self.layers * (12 * self.width**2 + 2 * self.width) + (2 * self.vocab + self.seq + 1) * self.width
+
+
+def _embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return p["tok"][tokens] + p["pos"][: tokens.shape[1]]
+
+
+def _layer(p: Any, x: torch.Tensor, heads: int) -> torch.Tensor:
+    b, t, d = x.shape
+    q, k, v = (F.layer_norm(x, (d,), p["ln1"]) @ p["qkv"].T).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d) @ p["o"].T
+    return x + F.gelu(F.layer_norm(x, (d,), p["ln2"]) @ p["up"].T, approximate="tanh") @ p["down"].T
+
+
+def _head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = F.layer_norm(x, (x.shape[-1],), p["ln"]) @ p["out"].T
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+embed, layer, head = fz.block(_embed), fz.block(_layer), fz.block(_head)
+
+
+def make_loss(config: Config) -> Any:
+    """The loss as a pure function of parameters and batch."""
+
+    def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, targets = batch
+        x = embed(params["embed"], tokens)
+        for p in params["layers"]:
+            x = layer(p, x, config.heads)
+        return head(params["head"], x, targets)
+
+    return loss_fn
+
+
+def make_init(config: Config) -> Any:
+    """An init function: a key to a tree of parameters."""
+    d = config.width
+
+    def init(key: torch.Tensor) -> Any:
+        keys = iter(fz.random.split(key, 3 + 4 * config.layers))
+
+        def draw(*shape: int) -> torch.Tensor:
+            return fz.random.normal(next(keys), shape) * 0.02
+
+        return {
+            "embed": {"tok": draw(config.vocab, d), "pos": draw(config.seq, d)},
+            "head": {"ln": torch.ones(d), "out": draw(config.vocab, d)},
+            "layers": [
+                {"ln1": torch.ones(d), "ln2": torch.ones(d), "qkv": draw(3 * d, d), "o": draw(d, d), "up": draw(4 * d, d), "down": draw(d, 4 * d)}
+                for _ in range(config.layers)
+            ],
+        }
+
+    return init
+
+
+def make_batches(config: Config, count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Global batches of tokens and targets, the same on every rank: arithmetic sequences, which a model can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        start = torch.randint(0, config.vocab, (config.batch, 1), generator=generator)
+        stride = torch.randint(1, 5, (config.batch, 1), generator=generator)
+        rows = (start + stride * torch.arange(config.seq + 1)) % config.vocab
+        batches.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+    return batches
+
+
+# --- the same as modules ---
+
+
+class Part(nn.Module):
+    """One piece of the tree as a module: its parameters under their names."""
+
+    def __init__(self, params: dict[str, torch.Tensor]):
+        super().__init__()
+        for name, value in params.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+    def tree(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in self._parameters}
+
+
+class Embed(Part):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _embed(self.tree(), tokens)
+
+
+class Layer(Part):
+    def __init__(self, params: dict[str, torch.Tensor], heads: int):
+        super().__init__(params)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _layer(self.tree(), x, self.heads)
+
+
+class Head(Part):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _head(self.tree(), x, targets)
+
+
+class GPT(nn.Module):
+    """The model as peers know it: called with tokens and targets, it returns the loss."""
+
+    def __init__(self, params: Any, heads: int):
+        super().__init__()
+        self.embed = Embed(params["embed"])
+        self.layers = nn.ModuleList(Layer(p, heads) for p in params["layers"])
+        self.head = Head(params["head"])
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for module in self.layers:
+            x = module(x)
+        return self.head(x, targets)

@@ -1,0 +1,175 @@
+"""Trains a byte-level GPT on the source code of Python's standard library, under ZeRO-0 to 3, on one process or many.
+
+torchrun --nproc-per-node 2 examples/train_gpt.py                      # about two minutes on two CPU cores
+torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
+python examples/train_gpt.py --print-program --steps 1                 # one process, no process group
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from console import INTERRUPT, RANK, any_rank, on_interrupt, parse_args, progress, say
+from einops import rearrange
+
+import fzero as fz
+from fzero import optim
+
+VOCAB = 256  # bytes
+EVAL_BATCHES = 4
+
+# --- The model: pure functions of a pytree of parameters. A block is gathered, rematerialised and compiled as one. ---
+
+
+def norm(scale, x):
+    return F.layer_norm(x, x.shape[-1:], scale)
+
+
+@fz.block
+def embed(p, tokens):
+    return p["token"][tokens]
+
+
+def rotary(x):
+    """Turns each pair of features of x[..., t, d] by an angle that grows with the position t: attention sees distances."""
+    t, d = x.shape[-2:]
+    angle = torch.outer(torch.arange(t, device=x.device), 1000.0 ** (-torch.arange(0, d, 2, device=x.device) / d))
+    cos, sin, (a, b) = angle.cos().to(x.dtype), angle.sin().to(x.dtype), x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+@fz.block
+def layer(p, x, heads):
+    q, k, v = rearrange(norm(p["norm1"], x) @ p["qkv"], "b t (three h d) -> three b h t d", three=3, h=heads)
+    x = x + rearrange(F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True), "b h t d -> b t (h d)") @ p["out"]
+    return x + F.gelu(norm(p["norm2"], x) @ p["up"], approximate="tanh") @ p["down"]
+
+
+@fz.block
+def head(p, x, targets=None):
+    logits = (norm(p["norm"], x) @ p["vocab"]).float()  # the loss is in fp32, whatever the model computes in
+    return logits if targets is None else F.cross_entropy(rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+
+
+def gpt(params, tokens, targets=None, *, heads):
+    """The logits of the next byte at every position; with targets, the mean cross entropy."""
+    x = embed(params["embed"], tokens)
+    for p in params["layers"]:
+        x = layer(p, x, heads)
+    return head(params["head"], x, targets)
+
+
+def init_gpt(key, *, layers, width):
+    keys = iter(fz.random.split(key, 2 + 4 * layers))
+
+    def matrix(*shape, std=None):
+        return fz.random.normal(next(keys), shape) * (std or shape[0] ** -0.5)
+
+    def init_layer():
+        small = (2 * layers * width) ** -0.5  # of what is added to the residual stream, twice a layer
+        attention = {"norm1": torch.ones(width), "qkv": matrix(width, 3 * width), "out": matrix(width, width, std=small)}
+        return attention | {"norm2": torch.ones(width), "up": matrix(width, 4 * width), "down": matrix(4 * width, width, std=small)}
+
+    blocks = [init_layer() for _ in range(layers)]
+    return {"embed": {"token": matrix(VOCAB, width, std=0.3)}, "layers": blocks, "head": {"norm": torch.ones(width), "vocab": matrix(width, VOCAB, std=0.02)}}
+
+
+# --- The run ---
+
+
+def run(args: argparse.Namespace) -> None:
+    mesh = fz.make_mesh()  # all processes along one axis, `data`
+
+    def init(key):
+        return init_gpt(key, layers=args.layers, width=args.width)
+
+    def loss_fn(params, batch):
+        return gpt(params, *batch, heads=args.heads)
+
+    def validation_loss(params, tokens, targets):
+        return fz.weighted(gpt(params, tokens, targets, heads=args.heads) * targets.numel(), targets.numel())  # a mean over all ranks
+
+    def logits_at(params, tokens, position):
+        return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
+
+    schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
+    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
+    zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
+    spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype))
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw))
+    train = fz.compile(fz.compose(spread, fz.accumulate(args.accumulate), fz.remat("min_cut"))(step), mesh, backend=args.backend)
+    validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")  # the same transforms, forward only;
+    predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
+
+    text, held_out = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed).split(0.02)
+    here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}  # the global batch of a step is the same on any mesh
+    state = train.restore(args.out, params=init) if args.resume else train.init(init, fz.random.key(args.seed))
+    start = int(state.step)
+    say(f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {f'resuming at step {start}' if start else 'training'}")
+    if args.print_program and RANK == 0:
+        print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)
+
+    with progress(args, start) as report, fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches:
+        clock = time.perf_counter()
+        for index, batch in batches:
+            state, metrics = train(state, batch)
+            done, loss, grad_norm = index + 1, float(metrics["loss"]), float(metrics["grad_norm"])  # float() waits for the step
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            rates = {"lr": float(schedule(index)), "tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "peak_bytes": peak}
+            report({"step": done, "loss": loss, "grad_norm": grad_norm, **rates})
+            if args.stop_on_nan and not metrics["finite"]:
+                raise fz.errors.FzeroValueError(
+                    f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"
+                )
+            INTERRUPT["can_save"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
+            if stop or done == args.steps or done % args.save_every == 0:
+                fz.checkpoint.save(args.out, state, keep=2, meta=vars(args))
+            if stop and done < args.steps:
+                raise KeyboardInterrupt(f"stopped at step {done}")
+    losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]
+    say(f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in {args.out}")
+    say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed)))
+
+
+def sample(predict: Callable[..., torch.Tensor], params: Any, seq: int, key: torch.Tensor, prompt: bytes = b"\n    def ", count: int = 160) -> str:
+    """Text drawn byte by byte. Every rank takes part in the gathers and draws the same; one shape for all calls."""
+    text = list(prompt)
+    for i in range(count):
+        window = text[-seq:]
+        logits = predict(params, torch.tensor([window + [0] * (seq - len(window))]), torch.tensor([len(window) - 1])).float().cpu()
+        noise = -torch.log(-torch.log(fz.random.uniform(fz.random.fold_in(key, i), (VOCAB,), minval=1e-9)))
+        text.append(int((logits / 0.7 + noise).argmax()))  # Gumbel's way to draw from softmax(logits / 0.7)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in bytes(text).decode(errors="replace"))
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        args = parse_args(__doc__)
+        run(args)
+    except KeyboardInterrupt as stop:
+        say(f"{stop}; continue with --resume" if INTERRUPT["can_save"] else str(stop))
+        return 130
+    except fz.errors.FzeroError as error:  # raised on every rank alike
+        if INTERRUPT["count"] == 0 and RANK == 0:
+            print(error, file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        if INTERRUPT["count"] == 0:
+            raise
+        return 130  # another rank left first
+    fz.close_mesh()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""fzero: a JAX-style functional sharding framework for PyTorch.
+
+Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
+"""
+
+from fzero import checkpoint, data, errors, optim, random, tree
+from fzero.lower import Lowered, lower
+from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
+from fzero.program.block import block
+from fzero.program.show import show
+from fzero.runtime.build import has_compiler
+from fzero.runtime.compile import CompiledEval, CompiledStep, compile
+from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
+from fzero.transforms.accumulate import accumulate
+from fzero.transforms.precision import mixed_precision
+from fzero.transforms.remat import remat
+from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbstractMesh",
+    "CompiledEval",
+    "CompiledStep",
+    "EvalStep",
+    "Lowered",
+    "Mesh",
+    "State",
+    "Step",
+    "accumulate",
+    "block",
+    "checkpoint",
+    "close_mesh",
+    "compile",
+    "compose",
+    "data",
+    "data_parallel",
+    "errors",
+    "eval_step",
+    "has_compiler",
+    "lower",
+    "make_mesh",
+    "mixed_precision",
+    "optim",
+    "random",
+    "remat",
+    "shard_grads",
+    "shard_opt_state",
+    "shard_params",
+    "show",
+    "train_step",
+    "tree",
+    "weighted",
+]

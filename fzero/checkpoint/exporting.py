@@ -1,0 +1,144 @@
+"""From a checkpoint to Hugging Face's layout of safetensors files, in one process, a block at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fzero.checkpoint import format
+from fzero.checkpoint.index import Index, describe
+from fzero.checkpoint.reading import damaged, leaf_bytes, missing
+from fzero.errors import CheckpointError, message
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_TEMPORARY = ".tmp-export-"
+
+
+def export(
+    path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "params", max_shard_bytes: int = 5_000_000_000, dtype: torch.dtype | None = None
+) -> list[Path]:
+    """Writes the leaves under `prefix` as `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index.
+
+    Tensors have their whole shapes and dotted names without the prefix (`layers.3.qkv`), in the order of the tree. Of a
+    tied leaf only the first name has data, as Hugging Face's writers do it; the metadata of the index and of every file
+    maps the other names to it.
+
+    Args:
+        path: one step's directory, or the root of several: then its latest.
+        out: a directory; made if it is not there, else its other files (a config, a tokenizer) are left alone.
+        prefix: a dotted name of the state; "" exports all of it.
+        max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
+        dtype: floating-point leaves are converted to it.
+
+    Returns:
+        The files written, the index last.
+
+    Memory: buffers of 16 MiB, whatever the size of the model.
+
+    Raises:
+        CheckpointError: as for `read`; nothing under `prefix`; or `out` holds a model already.
+
+    Example:
+        >>> import typing
+        >>> from fzero import checkpoint
+        >>> State = typing.NamedTuple("State", [("step", int), ("params", dict)])
+        >>> root = tempfile.mkdtemp()
+        >>> _ = checkpoint.save(root, State(7, {"layers": [{"w": torch.ones(2)}]}))
+        >>> [file.name for file in export(root, root + "/hf")]
+        ['model.safetensors']
+        >>> checkpoint.import_(root + "/hf")
+        {'layers': [{'w': tensor([1., 1.])}]}
+    """
+    index, out = describe(path), Path(out)
+    _check_arguments(index, out, prefix, max_shard_bytes, dtype)
+    names = [n for n in index.leaves if not prefix or n == prefix or n.startswith(prefix + ".")]
+    first: dict[str, str] = {}
+    kept = {n: first.setdefault(index.aliases.get(n, n), n) for n in names}
+    tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
+    entries = [_entry(index, n, prefix, dtype) for n in names if kept[n] == n]
+    source = {e.name: n for e, n in zip(entries, (n for n in names if kept[n] == n), strict=True)}
+    if problems := missing(index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})):
+        raise damaged(index, problems)
+    shards = _shards(entries, max_shard_bytes)
+    files = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+
+    def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
+        stored = index.leaves[source[entry.name]][1]
+        for block in leaf_bytes(index, source[entry.name]):
+            yield block if stored == entry.dtype else format.as_bytes(block.clone().view(stored).to(entry.dtype))
+
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob(_TEMPORARY + "*"):
+        shutil.rmtree(stale)
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=out))
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            format.write(temporary / file, shard, blocks, tied)
+        if len(shards) > 1:
+            weight_map = {e.name: file for file, shard in zip(files, shards, strict=True) for e in shard}
+            content = {"metadata": {"total_size": sum(e.nbytes for e in entries), **tied}, "weight_map": weight_map}
+            files.append(WEIGHTS_INDEX)
+            format.write_file(temporary / WEIGHTS_INDEX, (json.dumps(content, indent=2) + "\n").encode())
+        for file in files:  # the index last: before it is there, no reader takes the files for a model
+            os.replace(temporary / file, out / file)
+        format.sync(out)
+    except (OSError, format.FormatError) as error:
+        what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
+        raise CheckpointError(message("checkpoint.export", what, [f"{type(error).__name__}: {error}"], fix)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [out / file for file in files]
+
+
+def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
+    problems, fixes = [], []
+    if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
+        problems.append(f"prefix={prefix!r}: no leaf is under it; there are {', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}")
+        fixes.append("give one of these as prefix")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1")
+        fixes.append("give a number of bytes, e.g. 5_000_000_000")
+    if dtype is not None and (dtype not in format.CODES or not dtype.is_floating_point):
+        problems.append(f"dtype={dtype}: not a floating-point dtype that can be stored")
+        fixes.append("give e.g. torch.bfloat16")
+    if found := [f for f in (WEIGHTS, WEIGHTS_INDEX) if (out / f).exists()]:
+        problems.append(f"{out} holds a model already: {', '.join(found)}")
+        fixes.append("export to another directory, or delete those files and the ones they name")
+    elif out.exists() and not out.is_dir():
+        problems.append(f"{out} is a file")
+        fixes.append("give a directory")
+    if problems:
+        raise CheckpointError(message("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes)))
+
+
+def _short(name: str, prefix: str) -> str:
+    """The name under the prefix; a prefix that is itself a leaf keeps its last part."""
+    if name == prefix:
+        return name.rpartition(".")[2]
+    return name[len(prefix) + 1 :] if prefix else name
+
+
+def _entry(index: Index, name: str, prefix: str, dtype: torch.dtype | None) -> format.Entry:
+    shape, stored = index.leaves[name]
+    return format.Entry(_short(name, prefix), dtype if dtype is not None and stored.is_floating_point else stored, shape)
+
+
+def _shards(entries: list[format.Entry], limit: int) -> list[list[format.Entry]]:
+    """Entries in order, cut into runs of at most `limit` bytes (or one larger entry)."""
+    shards: list[list[format.Entry]] = [[]]
+    total = 0
+    for entry in entries:
+        if shards[-1] and total + entry.nbytes > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(entry)
+        total += entry.nbytes
+    return shards

@@ -1,0 +1,160 @@
+"""From safetensors files, in Hugging Face's layout or a single one, to a pytree of host tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint import format
+from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
+from fzero.checkpoint.index import show
+from fzero.errors import CheckpointError, message
+from fzero.layout import ties
+
+_COPY = "copy or download the files again"
+
+
+def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = False) -> Any:
+    """Reads a model that `export` or any Hugging Face library wrote.
+
+    Args:
+        path: a directory with `model.safetensors` or `model.safetensors.index.json` and its files, or one .safetensors file.
+        like: a tree of tensors, on the meta device will do: the result has its structure, and the names, shapes and dtypes
+            found must be its own. Without it dotted names become nested dicts, and a dict whose keys are 0 to n-1 a list.
+        cast: convert dtypes to those of `like`.
+
+    Returns:
+        A tree of CPU tensors. A tied name that was stored once is the same tensor again.
+
+    Memory: the model, and one buffer of 16 MiB.
+
+    Raises:
+        CheckpointError: files that are missing or malformed, or leaves that differ from `like`: all of them at once.
+            Such files carry no checksums: bytes flipped inside a tensor cannot be seen.
+    """
+    path = Path(path)
+    entries, tied = _entries(path)
+    if like is None:
+        tensors = _load(entries)
+        for name, kept in tied.items():
+            tensors.setdefault(name, tensors[kept])
+        return _nest(tensors, path)
+    flat, spec = tree.flatten(like)
+    names = tree.names(like)
+    source = _sources(names, flat, entries, tied)
+    problems = [f"{n}: missing in the files, expected {tree.describe(x)}" for n, x in zip(names, flat, strict=True) if n not in source]
+    problems += [f"{n}: unexpected, the files have {show(e.shape, e.dtype)}" for n, (_, e) in entries.items() if n not in source.values() and n not in names]
+    for name, x in zip(names, flat, strict=True):
+        found = entries[source[name]][1] if name in source else None
+        if found and not (isinstance(x, torch.Tensor) and tuple(x.shape) == found.shape and (cast or x.dtype == found.dtype)):
+            problems.append(f"{name}: the files have {show(found.shape, found.dtype)}, expected {tree.describe(x)}")
+    if problems:
+        fix = "import without like= to see what is there; pass cast=True if only dtypes differ"
+        what = f"{path} does not fit: {len(problems)} of {len({*names, *entries})} leaves differ"
+        raise CheckpointError(message("checkpoint.import_", what, problems, fix))
+    used = {(source[n], x.dtype) for n, x in zip(names, flat, strict=True)}
+    tensors = _load({n: entries[n] for n in dict.fromkeys(source[n] for n in names)})
+    cast_to = {key: tensors[key[0]].to(key[1]) for key in used}
+    return tree.unflatten(spec, [cast_to[source[n], x.dtype] for n, x in zip(names, flat, strict=True)])
+
+
+def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
+    """For each name, the stored name that has its data: itself, the one it was tied to, or one that it is tied to in `like`."""
+    same: dict[int, list[str]] = {}
+    for name, first in zip(names, ties(flat), strict=True):
+        same.setdefault(first, []).append(name)
+    out = {n: n for n in names if n in entries} | {n: tied[n] for n in names if n not in entries and n in tied}
+    for group in same.values():
+        known = next((out[n] for n in group if n in out), None)
+        out |= {n: known for n in group if n not in out and known is not None}
+    return out
+
+
+def _entries(path: Path) -> tuple[dict[str, tuple[Path, format.Entry]], dict[str, str]]:
+    """Where every tensor is, and which names were tied to which."""
+    weight_map: dict[str, str] | None = None
+    if path.is_dir() and (path / WEIGHTS_INDEX).exists():
+        weight_map = _weight_map(path / WEIGHTS_INDEX)
+        files = [path / name for name in dict.fromkeys(weight_map.values())]
+    elif path.is_dir() and (path / WEIGHTS).exists():
+        files = [path / WEIGHTS]
+    elif path.is_file():
+        files = [path]
+    else:
+        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if path.is_dir() else f"{path} is not there"
+        fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
+        raise CheckpointError(message("checkpoint.import_", what, fix=fix))
+    found: dict[str, tuple[Path, format.Entry]] = {}
+    problems, tied = [], {}
+    for file in files:
+        try:
+            header, metadata = format.read_header(file)
+        except (OSError, format.FormatError) as error:
+            problems.append(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}")
+            continue
+        tied |= metadata
+        for name, entry in header.items():
+            if weight_map is None or weight_map.get(name) == file.name:
+                found[name] = (file, entry)
+        problems += [f"{file.name}: {n} is not in it, as {WEIGHTS_INDEX} says" for n, f in (weight_map or {}).items() if f == file.name and n not in header]
+    if problems:
+        raise CheckpointError(message("checkpoint.import_", f"cannot read {path}", problems, _COPY))
+    return found, {n: k for n, k in tied.items() if n not in found and k in found}
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(file.read_bytes())["weight_map"]
+        names = list(weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(message("checkpoint.import_", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)) from None
+    if odd := [f"{n!r} is not a plain file name" for n in dict.fromkeys(map(str, names)) if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)]:
+        raise CheckpointError(message("checkpoint.import_", f"{file} names files outside its directory", odd, _COPY))
+    return weight_map
+
+
+def _load(entries: Mapping[str, tuple[Path, format.Entry]]) -> dict[str, torch.Tensor]:
+    out = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, (_, entry) in entries.items()}
+    for file in dict.fromkeys(file for file, _ in entries.values()):
+        try:
+            with format.Ranges(file, None) as ranges:
+                for name, (where, entry) in entries.items():
+                    if where == file:
+                        ranges.read_into(format.as_bytes(out[name]), entry.offset)
+        except (OSError, format.FormatError) as error:
+            raise CheckpointError(message("checkpoint.import_", f"cannot read {file}", [str(error)], _COPY)) from error
+    return out
+
+
+def _nest(tensors: Mapping[str, torch.Tensor], path: Path) -> Any:
+    root: dict[str, Any] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        *outer, last = name.split(".")
+        node: Any = root
+        for key in outer:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            problems.append(f"{name}: another tensor's name is the beginning of this one, or the reverse")
+            continue
+        node[last] = tensor
+    if problems:
+        fix = "pass like= a dict from each dotted name to a tensor of its shape and dtype"
+        raise CheckpointError(message("checkpoint.import_", f"the names in {path} do not make a tree", problems, fix))
+    return _listed(root)
+
+
+def _listed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    inner = {key: _listed(child) for key, child in node.items()}
+    if inner and set(inner) == {str(i) for i in range(len(inner))}:
+        return [inner[str(i)] for i in range(len(inner))]
+    return inner

@@ -1,0 +1,281 @@
+"""index.json: what a checkpoint holds and where, sealed with a sha256 of itself.
+
+Nothing read from an index is trusted: it names files by plain names inside its own directory, and all of it is checked
+before any of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.checkpoint import skeleton as skeletons
+from fzero.checkpoint.directory import GIVE, INDEX, locate
+from fzero.checkpoint.format import CHUNK, CODES
+from fzero.errors import CheckpointError, message
+
+FORMAT = "fzero-checkpoint"
+VERSION = 1
+
+Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+_FILE = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+_DTYPES = {str(d).removeprefix("torch."): d for d in CODES}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `start` to `stop` of a flattened leaf: tensor `key` of `file`, whose bytes begin at `offset`."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A data file: its size, its sha256, and 8 hex digits of crc32 for every `CHUNK` bytes."""
+
+    bytes: int
+    sha256: str
+    crc32: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    `leaves` has the whole shape and dtype of every leaf by dotted name, tied ones included; `aliases` maps the later
+    names of a tied leaf to the first, under which it is stored.
+    """
+
+    directory: Path
+    step: int
+    leaves: Expected
+    aliases: Mapping[str, str]
+    skeleton: Any = field(repr=False)
+    meta: Mapping[str, Any]
+    files: Mapping[str, File] = field(repr=False)
+    parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves, each tied leaf counted once."""
+        return sum(math.prod(self.leaves[n][0]) * self.leaves[n][1].itemsize for n in self.parts)
+
+
+def show(shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def describe(path: str | os.PathLike[str]) -> Index:
+    """What a checkpoint holds, from its index alone: no data is read.
+
+    Args:
+        path: one step's directory, or the root of several: then its latest.
+
+    Raises:
+        CheckpointError: no checkpoint there, or an index that is missing, damaged, of a newer version, or names files
+            outside its directory.
+    """
+    directory = locate(path)
+    file = directory / INDEX
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        fix = "a step directory without an index is incomplete: restore another step, or copy it again with all its files"
+        raise _error(directory, [f"{INDEX}: missing"], fix) from None
+    except OSError as error:
+        raise _error(directory, [f"{INDEX}: {error}"], "make it readable") from None
+    except (ValueError, RecursionError) as error:
+        raise _error(directory, [f"{INDEX}: corrupt, not JSON ({error})"]) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        fix = f"{GIVE}; fz.checkpoint.import_ reads Hugging Face directories"
+        raise _error(directory, [f"{INDEX}: not the index of a fzero checkpoint"], fix)
+    if type(version := content.get("version")) is not int or version > VERSION:
+        raise _error(directory, [f"{INDEX}: version {version!r}, this fzero reads up to {VERSION}"], "update fzero")
+    problems = [] if content.get("sha256") == _digest(content) else [f"{INDEX}: corrupt, its contents do not match its own sha256"]
+    try:
+        index = _parse(directory, content)
+        problems += _inconsistent(index)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        index = None
+        problems.append(f"{INDEX}: corrupt, {type(error).__name__}: {error}")
+    if problems or index is None:
+        raise _error(directory, problems)
+    return index
+
+
+def structure(path: str | os.PathLike[str]) -> Any:
+    """The saved tree with tensors on the meta device, of whole shapes, for leaves; a tied leaf is one tensor.
+
+    Raises:
+        CheckpointError: as for `describe`; or a NamedTuple or dataclass of the tree that this program has not imported,
+            or whose fields are others now.
+    """
+    index = describe(path)
+    metas = {name: torch.empty(index.leaves[name][0], dtype=index.leaves[name][1], device="meta") for name in index.parts}
+    tree, problems = skeletons.decode(index.skeleton, lambda name: metas[index.aliases.get(name, name)])
+    if problems:
+        fix = "import the modules that define these classes, with the fields they had, before reading"
+        raise CheckpointError(message("checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix))
+    return tree
+
+
+def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
+    """Every way in which the leaves of a checkpoint are not those expected, a line each."""
+    out = [f"{name}: missing in the checkpoint, expected {show(*expected[name])}" for name in expected if name not in index.leaves]
+    if not subset:
+        out += [f"{name}: unexpected, the checkpoint has {show(*leaf)}" for name, leaf in index.leaves.items() if name not in expected]
+    for name, (shape, dtype) in expected.items():
+        stored = index.leaves.get(name)
+        if stored is not None and (tuple(shape) != stored[0] or (dtype != stored[1] and not cast)):
+            what = "shape and dtype" if tuple(shape) != stored[0] and dtype != stored[1] else "shape" if tuple(shape) != stored[0] else "dtype"
+            out.append(f"{name}: another {what}, the checkpoint has {show(*stored)}, expected {show(shape, dtype)}")
+    return out
+
+
+def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
+    """Compares a checkpoint's leaves with those of the state they are wanted for.
+
+    Args:
+        index: of `describe`.
+        expected: whole shape and dtype by dotted name (`fz.tree.names`), tied names included.
+        cast: dtypes may differ.
+
+    Raises:
+        CheckpointError: one error that lists every leaf that is missing, unexpected, or of another shape or dtype.
+
+    Example:
+        >>> index = Index(Path("ckpt/step-00000001"), 1, {"params.w": ((2, 3), torch.float32)}, {}, None, {}, {}, {})
+        >>> check(index, {"params.w": ((2, 3), torch.float32)})
+        >>> check(index, {"params.w": ((3, 2), torch.float32)})
+        Traceback (most recent call last):
+            ...
+        fzero.errors.CheckpointError: fzero.checkpoint: the checkpoint ckpt/step-00000001 does not fit: 1 of 1 leaves differ
+          params.w: another shape, the checkpoint has float32[2, 3], expected float32[3, 2]
+        Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
+    """
+    if problems := differences(index, expected, cast=cast):
+        raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()))
+
+
+def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
+    fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
+    if all(": another dtype," in p for p in problems):
+        fix = "give the state the stored dtypes, or pass cast=True to convert"
+    return CheckpointError(message("checkpoint", f"the checkpoint {index.directory} does not fit: {len(problems)} of {total} leaves differ", problems, fix))
+
+
+def dump(content: dict[str, Any]) -> bytes:
+    """The text of an index: sealed, one line per leaf and file so that it can be searched."""
+    content = {"format": FORMAT, "version": VERSION, "sha256": "", "chunk": CHUNK, **content}
+    content["sha256"] = _digest(content)
+    lines = []
+    for key, value in content.items():
+        if key in ("leaves", "files"):
+            inner = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f"{json.dumps(key)}: {{\n{inner}\n}}")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def to_json(
+    step: int, leaves: Expected, parts: Mapping[str, Iterable[Part]], aliases: Mapping[str, str], skeleton: Any, meta: Any, files: Mapping[str, File]
+) -> dict[str, Any]:
+    """The contents of an index, for `dump`."""
+    stored = {
+        name: {
+            "shape": list(leaves[name][0]),
+            "dtype": str(leaves[name][1]).removeprefix("torch."),
+            "parts": [{"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "offset": p.offset} for p in pieces],
+        }
+        for name, pieces in parts.items()
+    }
+    return {
+        "step": step,
+        "leaves": stored,
+        "aliases": dict(aliases),
+        "skeleton": skeleton,
+        "meta": meta,
+        "files": {name: {"bytes": f.bytes, "sha256": f.sha256, "crc32": f.crc32} for name, f in files.items()},
+    }
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    rest = {k: v for k, v in content.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
+    stored = content["leaves"]
+    shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
+    parts = {name: tuple(_part(p) for p in leaf["parts"]) for name, leaf in stored.items()}
+    files = {name: File(_count(f["bytes"]), _text(f["sha256"]), _text(f["crc32"])) for name, f in content["files"].items()}
+    aliases = {_text(later): _text(first) for later, first in content["aliases"].items()}
+    if content["chunk"] != CHUNK:
+        raise ValueError(f"chunks of {content['chunk']} bytes")
+    order = skeletons.names(content["skeleton"])
+    if sorted(order) != sorted([*shapes, *aliases]):
+        raise ValueError("the tree and the table of leaves name different leaves")
+    leaves = {name: shapes[aliases.get(name, name)] for name in order}
+    return Index(directory, _count(content["step"]), leaves, aliases, content["skeleton"], dict(content["meta"]), files, parts)
+
+
+def _part(p: Mapping[str, Any]) -> Part:
+    return Part(_text(p["file"]), _text(p["key"]), _count(p["start"]), _count(p["stop"]), _count(p["offset"]))
+
+
+def _inconsistent(index: Index) -> list[str]:
+    """Everything an index could say that would make a reader read what is not there, or not its own."""
+    out = []
+    home = os.path.realpath(index.directory)
+    for name, file in index.files.items():
+        if not _FILE.fullmatch(name):
+            out.append(f"{INDEX}: names the file {name!r}, which is not a plain name in its directory")
+        elif os.path.dirname(real := os.path.realpath(os.path.join(home, name))) != home:
+            out.append(f"{name}: a link out of its directory, to {real}")
+        if len(file.crc32) != 8 * -(-file.bytes // CHUNK):
+            out.append(f"{INDEX}: {len(file.crc32) // 8} checksums for the {file.bytes} bytes of {name}")
+    for name, parts in index.parts.items():
+        shape, dtype = index.leaves[name]
+        at = 0
+        for p in parts:
+            if p.file not in index.files:
+                out.append(f"{INDEX}: {name} is in {p.file!r}, which is not among its files")
+            elif p.offset + (p.stop - p.start) * dtype.itemsize > index.files[p.file].bytes:
+                out.append(f"{INDEX}: {name} ends beyond the end of {p.file}")
+            if p.start != at or p.stop <= p.start:
+                break
+            at = p.stop
+        if at != math.prod(shape):
+            out.append(f"{INDEX}: the parts of {name} do not make up its {math.prod(shape)} elements")
+    return out
+
+
+def _error(directory: Path, problems: list[str], fix: str = "restore another step, or copy this one again from where it was saved") -> CheckpointError:
+    return CheckpointError(message("checkpoint", f"cannot use the checkpoint {directory}", problems, fix))
+
+
+def _count(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{x!r} where a whole number belongs")
+    return x
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"{x!r} where a text belongs")
+    return x

@@ -1,0 +1,81 @@
+"""Acting together: every rank does its part, and a failure on any of them is raised on all of them.
+
+A rank that raised by itself would leave the others waiting in their next collective; so a result or an error is first
+exchanged, then looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from fzero.errors import CheckpointError, message
+
+T = TypeVar("T")
+
+
+class Ranks(NamedTuple):
+    """The processes that save or restore together; `exchange` returns every rank's object, in order of rank."""
+
+    rank: int
+    size: int
+    exchange: Callable[[Any], list[Any]]
+
+
+def world() -> Ranks:
+    """The ranks of the default process group; this process alone when there is none."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Ranks(dist.get_rank(), dist.get_world_size(), _exchange)
+    return ALONE
+
+
+def together(ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None) -> list[T]:
+    """What `act()` returned on every rank.
+
+    Args:
+        undo: run on every rank before raising, if any rank failed.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any; names each failing rank and its error.
+
+    Communication: one exchange of a small object.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = act()
+    except Exception as caught:
+        error = caught
+    everyone = ranks.exchange((result, None if error is None else _text(error)))
+    failures = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
+    if not failures:
+        return [r for r, _ in everyone]
+    undo()
+    texts = {text for _, (text, _) in failures}
+    if len(texts) == 1 and len(failures) == ranks.size and isinstance(error, CheckpointError):
+        raise error
+    lines = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, (text, _) in failures]
+    fixes = dict.fromkeys(fix for _, (_, fix) in failures if fix)
+    raise CheckpointError(message(where, what, lines, "; ".join(fixes) or None)) from error
+
+
+def _exchange(mine: Any) -> list[Any]:
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    return out
+
+
+ALONE = Ranks(0, 1, lambda mine: [mine])
+
+
+def _text(error: Exception) -> tuple[str, str | None]:
+    """An error in a few words, and what to do about it."""
+    if isinstance(error, CheckpointError):
+        text, _, fix = str(error).partition("\nFix: ")
+        return text, fix or None
+    if isinstance(error, OSError):
+        fix = "make the directory writable, with enough free space for the whole checkpoint, on a filesystem that all ranks share"
+        return f"{type(error).__name__}: {error}", fix
+    return f"{type(error).__name__}: {error}", None

@@ -1,0 +1,247 @@
+"""Reading a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from fzero.checkpoint import format
+from fzero.checkpoint.index import Index, describe, differences, mismatch
+from fzero.checkpoint.ranks import ALONE, Ranks, together, world
+from fzero.errors import CheckpointError, message
+from fzero.layout import Leaf, place
+from fzero.mesh import Mesh
+
+_THREADS = 8
+_BATCH = 1 << 26  # bytes of one file that one thread reads
+_GROUP = 1 << 30  # bytes of leaves read at a time; bounds the copies that cast=True makes
+_REPAIR = "restore another step, or copy this one again from where it was saved"
+
+
+class _Piece(NamedTuple):
+    """Bytes of one file that go into `out`, uint8[n]."""
+
+    offset: int
+    out: torch.Tensor
+    leaf: str
+
+
+def read(path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False) -> dict[str, torch.Tensor]:
+    """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved from.
+
+    Args:
+        path: one step's directory, or the root of several: then its latest.
+        wanted: by dotted name (`fz.tree.names`), how each leaf is to rest. Names in the checkpoint that are not wanted
+            are not read: `check` compares whole states. Names with the same `Leaf` (path included) are one tied tensor.
+        mesh: each tensor has the resting shape of its leaf on this rank, zero-padded, and is placed on it: on
+            `mesh.device` for the tier "device", in host memory for any other.
+        cast: convert stored dtypes to those wanted, where they differ.
+
+    Communication: on a mesh of several processes, one exchange of a small object, so that all ranks raise if one does;
+        every rank calls it. Each rank reads the bytes of its own ranges, to the next MiB.
+
+    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype.
+
+    Raises:
+        CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are missing,
+            truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at once.
+
+    Example:
+        >>> import tempfile, typing
+        >>> from fzero import checkpoint
+        >>> from fzero.layout import Layout
+        >>> State = typing.NamedTuple("State", [("step", int), ("params", dict)])
+        >>> root = tempfile.mkdtemp()
+        >>> _ = checkpoint.save(root, State(7, {"w": torch.arange(5.0)}))
+        >>> leaf = Leaf("params['w']", "params", (5,), Layout(torch.float32, ("data",)))
+        >>> read(root, {"params.w": leaf}, Mesh({"data": 2}, rank=1, device=torch.device("cpu")))["params.w"]
+        tensor([3., 4., 0.])
+    """
+    ranks = ALONE if mesh.device_mesh is None else world()
+    return _read_as(ranks, path, wanted, mesh, cast)
+
+
+def verify(path: str | os.PathLike[str]) -> Index:
+    """Reads a whole checkpoint and compares every file with its sha256 and checksums; returns its index.
+
+    Runs in one process. Memory: 8 buffers of 1 MiB.
+
+    Raises:
+        CheckpointError: lists every file that is missing, truncated or damaged, and the leaves that are hit.
+    """
+    index = describe(path)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        problems = [p for found in pool.map(lambda name: _damage(index, name), index.files) for p in found]
+    if problems:
+        raise damaged(index, problems)
+    return index
+
+
+def missing(index: Index, files: Iterable[str]) -> list[str]:
+    """A line for each of these files that is not there in its full length."""
+    problems = []
+    for name in files:
+        try:
+            size = os.stat(index.directory / name).st_size
+        except OSError as error:
+            size = -1
+            problems.append(f"{name}: {'missing' if isinstance(error, FileNotFoundError) else error}; {_held(index, name, 0, index.files[name].bytes)}")
+        expected = index.files[name].bytes
+        if 0 <= size < expected:
+            problems.append(f"{name}: truncated, {size} of {expected} bytes; {_held(index, name, size, expected)}")
+        elif size > expected:
+            problems.append(f"{name}: {size} bytes where {expected} were written")
+    return problems
+
+
+def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
+    """The bytes of a whole leaf in order, as uint8 tensors each of which is overwritten by the next.
+
+    Raises:
+        CheckpointError: a damaged chunk.
+    """
+    name = index.aliases.get(name, name)
+    itemsize = index.leaves[name][1].itemsize
+    for part in index.parts[name]:
+        with format.Ranges(index.directory / part.file, index.files[part.file].crc32) as ranges:
+            for block in ranges.blocks(part.offset, (part.stop - part.start) * itemsize):
+                if ranges.bad:
+                    raise damaged(index, [_bad_chunk(index, part.file, c) for c in sorted(ranges.bad)])
+                yield block
+
+
+def _read_as(ranks: Ranks, path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    together(ranks, "checkpoint.read", f"cannot read {path}", lambda: out.update(_read(describe(path), wanted, mesh, cast)))
+    return out
+
+
+def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool) -> dict[str, torch.Tensor]:
+    if problems := differences(index, {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}, cast=cast, subset=True):
+        raise mismatch(index, problems, len(wanted))
+    first: dict[Leaf, str] = {}
+    tied = {name: first.setdefault(leaf, name) for name, leaf in wanted.items()}
+    stored = {name: index.aliases.get(name, name) for name in wanted}
+    if problems := [f"{name} and {tied[name]}: one tensor here, two in the checkpoint" for name in wanted if stored[name] != stored[tied[name]]]:
+        what = f"the checkpoint {index.directory} ties other leaves than this state"
+        raise CheckpointError(message("checkpoint.read", what, problems, "build the state without that tie"))
+    todo = [name for name in wanted if tied[name] == name]
+    spans = {name: wanted[name].valid_range(mesh) for name in todo}
+    touched = {p.file for name in todo for p in index.parts[stored[name]] if p.start < spans[name][1] and spans[name][0] < p.stop}
+    if problems := missing(index, sorted(touched)):
+        raise damaged(index, problems)
+    out: dict[str, torch.Tensor] = {}
+    problems = []
+    bad: dict[tuple[str, int], dict[str, None]] = {}
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
+        for group in _groups(todo, {name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize for name in todo}):
+            jobs: dict[str, list[_Piece]] = defaultdict(list)
+            for name in group:
+                leaf, dtype = wanted[name], index.leaves[name][1]
+                device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
+                out[name] = torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device)
+                _cut(index, stored[name], spans[name], format.as_bytes(out[name]), jobs)
+            batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces)]
+            for (file, _), (chunks, problem) in zip(batches, pool.map(lambda job: _fill(index, *job), batches), strict=True):
+                problems += [problem] if problem else []
+                for chunk, leaf in chunks:
+                    bad.setdefault((file, chunk), {})[leaf] = None
+            for name in group:
+                out[name] = place(out[name].to(wanted[name].dtype), wanted[name], mesh)
+    problems += [_bad_chunk(index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(bad.items())]
+    if problems:
+        raise damaged(index, problems)
+    return {name: out[tied[name]] for name in wanted}
+
+
+def _cut(index: Index, name: str, span: tuple[int, int], out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
+    """Adds the pieces that make up elements `span` of a leaf, `out` being their bytes."""
+    itemsize = index.leaves[name][1].itemsize
+    for part in index.parts[name]:
+        start, stop = max(part.start, span[0]), min(part.stop, span[1])
+        if start < stop:
+            piece = out[(start - span[0]) * itemsize : (stop - span[0]) * itemsize]
+            jobs[part.file].append(_Piece(part.offset + (start - part.start) * itemsize, piece, name))
+
+
+def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
+    """Pieces of one file in its order, cut so that several threads can share a large file."""
+    batch, total = [], 0
+    for piece in sorted(pieces, key=lambda p: p.offset):
+        for at in range(0, piece.out.numel(), _BATCH):
+            cut = piece.out[at : at + _BATCH]
+            if batch and total + cut.numel() > _BATCH:
+                yield batch
+                batch, total = [], 0
+            batch.append(_Piece(piece.offset + at, cut, piece.leaf))
+            total += cut.numel()
+    if batch:
+        yield batch
+
+
+def _fill(index: Index, file: str, pieces: list[_Piece]) -> tuple[list[tuple[int, str]], str | None]:
+    """Reads pieces of one file; returns the damaged chunks with the leaf that each hits, and what else went wrong."""
+    try:
+        with format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
+            return [(chunk, piece.leaf) for piece in pieces for chunk in ranges.read_into(piece.out, piece.offset)], None
+    except (OSError, format.FormatError) as error:
+        return [], f"{file}: {error}; it holds {_few([p.leaf for p in pieces])}"
+
+
+def _damage(index: Index, name: str) -> list[str]:
+    if problems := missing(index, [name]):
+        return problems
+    file, digest, bad = index.files[name], hashlib.sha256(), list[int]()
+    try:
+        with format.Ranges(index.directory / name, file.crc32) as ranges:
+            for at in range(0, file.bytes, format.CHUNK):
+                for view in ranges.views(at, min(format.CHUNK, file.bytes - at)):
+                    digest.update(view)
+            bad = sorted(ranges.bad)
+    except (OSError, format.FormatError) as error:
+        return [f"{name}: {error}"]
+    if not bad and digest.hexdigest() != file.sha256:
+        return [f"{name}: its sha256 is {digest.hexdigest()}, {file.sha256} was written"]
+    return [_bad_chunk(index, name, chunk) for chunk in bad]
+
+
+def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = None) -> str:
+    start, stop = chunk * format.CHUNK, min((chunk + 1) * format.CHUNK, index.files[file].bytes)
+    return f"{file}: damaged between bytes {start} and {stop}; {_held(index, file, start, stop) if leaves is None else 'there lies ' + _few(leaves)}"
+
+
+def _held(index: Index, file: str, start: int, stop: int) -> str:
+    """Which leaves lie in a range of bytes."""
+    hit = [
+        name
+        for name, parts in index.parts.items()
+        if any(p.file == file and p.offset < stop and start < p.offset + (p.stop - p.start) * index.leaves[name][1].itemsize for p in parts)
+    ]
+    return f"there {'lie' if len(hit) > 1 else 'lies'} {_few(hit)}" if hit else "only its header lies there"
+
+
+def _few(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more leaves" if len(names) > 5 else "")
+
+
+def _groups(names: list[str], nbytes: Mapping[str, int]) -> Iterable[list[str]]:
+    group, total = [], 0
+    for name in names:
+        if group and total + nbytes[name] > _GROUP:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += nbytes[name]
+    if group:
+        yield group
+
+
+def damaged(index: Index, problems: list[str]) -> CheckpointError:
+    return CheckpointError(message("checkpoint", f"the checkpoint {index.directory} is damaged", problems, _REPAIR))

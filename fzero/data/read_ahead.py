@@ -1,0 +1,138 @@
+"""Batches made ready by a background thread while the device computes."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from fzero import tree
+from fzero.errors import FzeroValueError, message
+
+
+class Dataset(Protocol):
+    """Anything that knows its batch of every step."""
+
+    def batch_at(self, step: int, rank: int = 0, size: int = 1) -> Any: ...
+
+
+def read_ahead(
+    dataset: Dataset,
+    start: int,
+    stop: int | None = None,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    depth: int = 2,
+    device: torch.device | str | None = None,
+) -> ReadAhead:
+    """An iterator over `(step, batch)` for the steps from `start` to `stop - 1`, read ahead by a thread.
+
+    The batches are those of `dataset.batch_at(step, rank, size)`. An exception in the thread is raised where the batch
+    would have come. The thread ends with the last step, with `close()`, when the iterator is dropped (so a `break` is
+    enough), and never keeps the process alive.
+
+    Args:
+        dataset: a `TokenDataset`, or anything with its `batch_at`; batches are pytrees of tensors.
+        start, stop: steps; without a stop there is no last one.
+        rank, size: this process among those that share the batch.
+        depth: how many batches may wait.
+        device: where to put them. For CUDA the thread pins their memory and the copy, enqueued on the stream of whoever
+            asks for the batch, does not block.
+
+    Memory: `depth + 1` batches on the host.
+
+    Example:
+        >>> from fzero.data import TokenDataset
+        >>> data = TokenDataset(torch.arange(100), seq=4, batch=2)
+        >>> [step for step, (tokens, targets) in read_ahead(data, 3, 6)]
+        [3, 4, 5]
+    """
+    if not isinstance(depth, int) or depth < 1:
+        raise FzeroValueError(message("data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1"))
+    where = None if device is None else torch.device(device)
+    if where is not None and where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())  # the caller's: the thread has a current device of its own
+    return ReadAhead(dataset, start, stop, rank, size, depth, where)
+
+
+class ReadAhead:
+    """The iterator of `read_ahead`; also a context manager that closes itself."""
+
+    def __init__(self, dataset: Dataset, start: int, stop: int | None, rank: int, size: int, depth: int, device: torch.device | None):
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+        self._stopped = threading.Event()
+        self._device = device
+        steps = itertools.count(start) if stop is None else range(start, stop)
+        # The thread must not refer to this object, or it could never be dropped.
+        args = (dataset, steps, rank, size, device, self._ready, self._stopped)
+        self._thread = threading.Thread(target=_produce, args=args, name="fzero-read-ahead", daemon=True)
+        self._thread.start()
+        self._close = weakref.finalize(self, _stop, self._ready, self._stopped)
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._stopped.is_set():
+            raise StopIteration
+        kind, value = self._ready.get()
+        if kind == "batch":
+            step, batch = value
+            return step, batch if self._device is None else _on_device(batch, self._device)
+        self.close()
+        if kind == "error":
+            if isinstance(value, StopIteration):  # raised as it is, it would end the caller's loop without a word
+                raise RuntimeError("the dataset raised StopIteration") from value
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread; the batch it may be making is dropped."""
+        self._close()
+        self._thread.join()
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _produce(
+    dataset: Dataset, steps: Any, rank: int, size: int, device: torch.device | None, ready: queue.Queue[tuple[str, Any]], stopped: threading.Event
+) -> None:
+    try:
+        cuda = device is not None and device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)  # a thread starts on device 0, where pinning would make every rank a context
+        for step in steps:
+            batch = dataset.batch_at(step, rank, size)
+            ready.put(("batch", (step, tree.map(_pinned, batch) if cuda else batch)))
+            if stopped.is_set():
+                return
+        ready.put(("end", None))
+    except BaseException as error:
+        ready.put(("error", error))
+
+
+def _stop(ready: queue.Queue[Any], stopped: threading.Event) -> None:
+    """Makes the thread end: it puts at most one more item, for which there is room once the queue was emptied."""
+    stopped.set()
+    while True:
+        try:
+            ready.get_nowait()
+        except queue.Empty:
+            return
+
+
+def _pinned(x: Any) -> Any:
+    return x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    return tree.map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)

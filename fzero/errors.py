@@ -1,0 +1,53 @@
+"""Errors are part of the interface: every failure at once, named by path, with a fix.
+
+All errors fzero raises on purpose subclass `FzeroError` and the built-in class a caller would expect.
+`message` lays them out the same way everywhere:
+
+    fzero.shard_params: cannot shard 2 leaves over axis 'data'
+      params['w_up'] (float32[3000, 768]): ...
+    Fix: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FzeroError(Exception):
+    """Base class of every error raised by fzero."""
+
+
+class FzeroValueError(FzeroError, ValueError):
+    """A value that cannot work: an unknown axis, a batch that does not divide, a loss that is not a scalar."""
+
+
+class FzeroTypeError(FzeroError, TypeError):
+    """A value of the wrong kind: a parameter that is not a tensor, a block that returns a string."""
+
+
+class TransformError(FzeroValueError):
+    """Two transforms that contradict each other, or one that cannot be applied."""
+
+
+class TraceError(FzeroValueError):
+    """A function that cannot be traced: mutated inputs, closure tensors, data-dependent control flow."""
+
+
+class VerifyError(FzeroValueError):
+    """A program that breaks one of its own rules. Never raised for a user's mistake: it is a bug in a rewrite."""
+
+
+class DivergenceError(FzeroError, RuntimeError):
+    """Ranks that would run different programs, or that did not come to compare them."""
+
+
+class CheckpointError(FzeroValueError):
+    """A checkpoint that is missing, damaged, incomplete or of another model."""
+
+
+def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None = None) -> str:
+    """The one layout of error texts: `where: what`, a line a problem, and the fix last."""
+    lines = [f"fzero.{where}: {what}", *(f"  {p}" for p in problems)]
+    if fix:
+        lines.append(f"Fix: {fix}")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""How a leaf rests: over which mesh axes it is sharded, on which tier, in which dtype.
+
+A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-padded to a multiple of the number of
+shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
+number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
+
+The tensors of a state carry the `Leaf` they are part of (`place`, `leaf_of`), so that a checkpoint can be written, and
+an evaluation run, from the state alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero.mesh import AbstractMesh, Mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier, and the dtype it is stored in."""
+
+    dtype: torch.dtype
+    axes: tuple[str, ...] = ()
+    tier: str = "device"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a pytree: `path` names it, `shape` is that of the whole leaf, `layout` says how it rests."""
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def num_shards(self, mesh: AbstractMesh) -> int:
+        return math.prod(mesh.axes[a] for a in self.layout.axes)
+
+    def shard_numel(self, mesh: AbstractMesh) -> int:
+        """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
+        return -(-self.numel // self.num_shards(mesh))
+
+    def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
+        return (self.shard_numel(mesh),) if self.layout.axes else self.shape
+
+    def valid_range(self, mesh: Mesh) -> tuple[int, int]:
+        """Half-open range of the flattened whole leaf that this rank holds, without padding."""
+        if not self.layout.axes:
+            return 0, self.numel
+        size, index = self.shard_numel(mesh), mesh.index(self.layout.axes)
+        return min(size * index, self.numel), min(size * (index + 1), self.numel)
+
+    def with_layout(self, **changes: Any) -> Leaf:
+        return replace(self, layout=replace(self.layout, **changes))
+
+    def __str__(self) -> str:
+        dims = ", ".join(str(n) for n in self.shape)
+        return f"{self.path} ({str(self.dtype).removeprefix('torch.')}[{dims}])"
+
+
+def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """This rank's resting tensor of `leaf`, a new tensor cut from the whole one (no communication)."""
+    whole = whole.detach().to(dtype=leaf.dtype, device=mesh.device)
+    if not leaf.layout.axes:
+        return whole.clone(memory_format=torch.contiguous_format)
+    start, stop = leaf.valid_range(mesh)
+    out = torch.zeros(leaf.shard_numel(mesh), dtype=leaf.dtype, device=mesh.device)
+    out[: stop - start] = whole.reshape(-1)[start:stop]
+    return out
+
+
+def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """Marks a tensor of a state as this rank's part of `leaf`."""
+    tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
+    return tensor
+
+
+def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
+    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor."""
+    return getattr(tensor, "_fzero", None)
+
+
+def ties(flat: list[Any]) -> list[int]:
+    """For each leaf, the index of the first leaf that is the same tensor object (its own index if it is the first).
+
+    Leaves that are one tensor stay one: one shard, one gradient (the sum over its uses), one optimizer state.
+    """
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(flat)]

@@ -1,0 +1,215 @@
+"""From a step to a program: every arrow of the design's picture, in order.
+
+    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order -->
+
+After every arrow the program is verified. Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero import compat, tree
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.layout import Layout, Leaf, ties
+from fzero.mesh import AbstractMesh
+from fzero.program.base import Training, lower_eval, lower_train
+from fzero.program.ir import Program
+from fzero.program.names import apart
+from fzero.program.record import record
+from fzero.program.trace import Inputs
+from fzero.program.update import cut_update
+from fzero.program.verify import verify
+from fzero.schedule.order import order
+from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
+from fzero.transforms import accumulate, remat, shard, spread
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step lowered for a mesh: its program, and the structures of what goes in and comes out."""
+
+    program: Program
+    params: Inputs
+    opt_state: Inputs | None
+    batch: Inputs
+    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+def lower(step: Step | EvalStep, mesh: AbstractMesh, params: Any, batch: Any) -> Lowered:
+    """The program of a step on a mesh, from abstract values: no process group, no memory.
+
+    Args:
+        step: a training or evaluation step with its transforms.
+        mesh: a `Mesh`, or an `AbstractMesh` of devices one does not have.
+        params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key that returns one.
+        batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
+
+    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
+        >>> params, batch = {"w": torch.empty(4, 3, device="meta")}, torch.empty(2, 4, device="meta")
+        >>> lowered = lower(step, fz.AbstractMesh(data=2), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
+        ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
+    """
+    if not isinstance(step, (Step, EvalStep)):
+        raise FzeroTypeError(message("lower", f"lowers a step, not {type(step).__name__}", fix="wrap the loss: fz.train_step(loss_fn, optimizer)"))
+    if not isinstance(mesh, AbstractMesh):
+        raise FzeroTypeError(message("lower", f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}", fix="e.g. fz.AbstractMesh(data=8)"))
+    if isinstance(step, EvalStep) and not isinstance(batch, tuple):
+        raise FzeroTypeError(message("lower", f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}", fix="pass (batch,)"))
+    if callable(params):
+        params = abstract(params)
+    check_params(params)
+    return lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch))
+
+
+def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> Lowered:
+    """As `lower`, from leaf tables."""
+    precision = find(step.transforms, MixedPrecision) or MixedPrecision("fp32")
+    cast = find(step.transforms, MixedPrecision) is not None
+    compute = precision.compute_dtype if cast else lambda leaf: leaf.dtype
+    zero = zero_of(step, mesh)
+    if isinstance(step, EvalStep):
+        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute)
+        program = _finish(replace(program, transforms=step.transforms), zero)
+        return Lowered(program, params, None, batch, structure)
+    record_ = find(step.transforms, accumulate.Accumulate)
+    num_micro = record_.num_micro_batches if record_ else 1
+    problems: list[str] = []
+    micro = replace(batch, leaves=tuple(replace(x, shape=accumulate.micro_shape(x.path, x.shape, num_micro, problems)) for x in batch.leaves))
+    if problems:
+        raise FzeroValueError(
+            message(
+                "accumulate",
+                f"the batch of a rank does not divide into {num_micro} micro-batches",
+                problems,
+                "choose a batch that is a multiple of ranks x micro-batches",
+            )
+        )
+    trains = step.trains(abstract_params(params))
+    if not any(trains):
+        raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+    opt_state = opt_state_inputs(step, mesh, params)
+    program, structure = lower_train(
+        Training(
+            name=step.name,
+            loss_fn=step.loss_fn,
+            optimizer=step.optimizer,
+            has_aux=step.has_aux,
+            wants_key=wants_key(step.loss_fn),
+            params=params,
+            trains=trains,
+            opt_state=opt_state,
+            batch=micro,
+            extras=extra_leaves(),
+            mesh=mesh,
+            compute_dtype=compute,
+            reduce_dtype=precision.reduce_dtype if cast else lambda leaf: leaf.dtype,
+            num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+        )
+    )
+    program = verify(replace(program, transforms=step.transforms))
+    policy = find(step.transforms, remat.Remat) or remat.Remat()
+    program = verify(remat.rewrite(program, policy.policy))
+    program = verify(accumulate.rewrite(program, num_micro, {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}))
+    return Lowered(_finish(program, zero), params, opt_state, batch, structure)
+
+
+def _finish(program: Program, zero: shard.Zero) -> Program:
+    program = verify(spread.rewrite(program, zero))
+    program = verify(cut_update(program))
+    return verify(apart(order(program)))
+
+
+# --- leaf tables ---
+
+
+def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
+    """The parallel transforms of a step on a mesh, checked against it."""
+    records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
+    precision = find(step.transforms, MixedPrecision)
+    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.compute_dtype(leaf) != leaf.dtype)
+    zero.check()
+    return zero
+
+
+def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inputs:
+    """The leaf table of parameters given whole: how each will rest."""
+    precision = find(step.transforms, MixedPrecision)
+    zero = zero_of(step, mesh)
+    flat, structure = tree.flatten(params)
+    leaves = []
+    for path, x in zip(tree.paths(params, "params"), flat, strict=True):
+        leaf = Leaf(path, "params", tuple(x.shape), Layout(precision.resting_dtype(x.dtype) if precision else x.dtype))
+        leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
+    return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
+    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
+    the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
+    zero = zero_of(step, mesh)
+    with compat.FakeTensorMode():
+        whole = params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype) for i in params.distinct})
+        state = step.optimizer.init(step.optimized(whole))
+    flat, structure = tree.flatten(state)
+    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
+    if wrong:
+        raise FzeroTypeError(message("optimizer", "init returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
+    by_path = {leaf.path.removeprefix("params"): leaf for leaf in params.leaves}
+    leaves = []
+    for path, x in zip(tree.paths(state, "opt_state"), flat, strict=True):
+        leaf = Leaf(path, "opt_state", tuple(x.shape), Layout(x.dtype))
+        mirrored = [s for s, p in by_path.items() if path.endswith(s) and p.shape == leaf.shape]
+        param = by_path[max(mirrored, key=len)] if mirrored else None
+        leaves.append(leaf.with_layout(axes=(zero.axis,)) if param is not None and zero.opt_state(param) else leaf)
+    return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+
+
+def batch_inputs(batch: Any) -> Inputs:
+    check_batch(batch)
+    flat, structure = tree.flatten(batch)
+    leaves = tuple(Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True))
+    return Inputs(structure, leaves, tuple(range(len(leaves))))
+
+
+def extra_leaves() -> dict[str, Leaf]:
+    """The leaves of a state besides parameters and optimizer state."""
+    return {"step": Leaf("step", "step", (), Layout(torch.int64)), "key": Leaf("key", "key", (3,), Layout(torch.int64))}
+
+
+def abstract_params(params: Inputs) -> Any:
+    """The tree of whole shapes, as meta tensors."""
+    return params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device="meta") for i in params.distinct})
+
+
+def abstract(init_fn: Any) -> Any:
+    """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
+    check_init(init_fn)
+    made: dict[str, Any] = {}
+
+    def run(key: torch.Tensor) -> list[torch.Tensor]:
+        result = init_fn(key)
+        check_params(result)
+        flat, made["structure"] = tree.flatten(result)
+        made["ties"] = ties(flat)
+        return flat
+
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        graph = record(run, [torch.empty(3, dtype=torch.int64)], owner="init", names=["key"], source=init_fn)
+    returned = graph.outputs
+    metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
+    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]])

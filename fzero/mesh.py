@@ -1,0 +1,211 @@
+"""Named axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+
+The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
+row-major order of the axes as given. A mesh of one device needs no process group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.errors import DivergenceError, FzeroValueError, message
+
+AXES = ("replica", "data", "expert", "seq", "pipe", "model")
+"""The names an axis can have."""
+
+
+@dataclass(frozen=True)
+class AbstractMesh:
+    """Axis names and sizes without devices.
+
+    Example:
+        >>> AbstractMesh(data=8).size
+        8
+    """
+
+    axes: dict[str, int]
+    device_type: str = "cpu"
+
+    def __init__(self, *, device_type: str = "cpu", **axes: int):
+        object.__setattr__(self, "axes", _checked(axes))
+        object.__setattr__(self, "device_type", device_type)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.axes.values())
+
+    def axis_size(self, axes: str | tuple[str, ...]) -> int:
+        """Number of devices along one axis, or along several taken together."""
+        return math.prod(self.axes[a] for a in ((axes,) if isinstance(axes, str) else axes))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axes.items())
+
+    def __eq__(self, other: object) -> bool:
+        """Same axes in the same order, which is that of the ranks, on the same type of device."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return tuple(self.axes.items()) == tuple(other.axes.items()) and self.device_type == other.device_type
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.axes.items()), self.device_type))
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh(AbstractMesh):
+    """A mesh this process is part of. Made by `make_mesh`."""
+
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
+    timeout: float = 600.0  # seconds to wait for another rank
+
+    def __init__(self, axes: dict[str, int], rank: int, device: torch.device, device_mesh: Any = None, timeout: float = 600.0):
+        object.__setattr__(self, "axes", _checked(axes))
+        object.__setattr__(self, "device_type", device.type)
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "device_mesh", device_mesh)
+        object.__setattr__(self, "timeout", timeout)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's index along every axis."""
+        index, out = self.rank, {}
+        for name, size in reversed(self.axes.items()):
+            index, out[name] = divmod(index, size)
+        return {name: out[name] for name in self.axes}
+
+    def index(self, axes: str | tuple[str, ...]) -> int:
+        """This rank's index along one axis, or row-major along several taken together."""
+        here, index = self.coordinate, 0
+        for name in (axes,) if isinstance(axes, str) else axes:
+            index = index * self.axes[name] + here[name]
+        return index
+
+    def group(self, axis: str) -> Any:
+        """The process group of the ranks along `axis` that share this rank's place on every other axis."""
+        if self.device_mesh is None:
+            raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
+        return self.device_mesh[axis].get_group()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself: a copy of a state lives on the same devices and in the same process groups."""
+        return self
+
+
+def make_mesh(*, device: str | None = None, timeout: float = 600.0, **axes: int) -> Mesh:
+    """The mesh of all processes that torchrun started, this process among them.
+
+    Args:
+        device: "cuda" or "cpu"; by default CUDA when there is a device for every process of this host.
+        timeout: seconds after which a collective that some rank never joins fails.
+        **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
+            -1: whatever is left. Without any: `data=-1`.
+
+    Communication: none besides joining the process group, which a mesh of one device does not need.
+
+    Raises:
+        FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
+        DivergenceError: ranks that did not come in time, by number.
+
+    Example:
+        >>> mesh = make_mesh(data=1)
+        >>> mesh.size, mesh.device_mesh is None
+        (1, True)
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    axes = axes or {"data": -1}
+    rest = math.prod(n for n in axes.values() if n != -1)
+    if list(axes.values()).count(-1) == 1 and rest > 0 and world % rest == 0:
+        axes = {name: world // rest if n == -1 else n for name, n in axes.items()}
+    elif list(axes.values()).count(-1) == 1 and rest > 0:
+        raise FzeroValueError(
+            message(
+                "make_mesh",
+                f"{world} processes do not divide by the product of the given axes, {rest}",
+                [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {world}"],
+                f"give axes whose product divides {world}, or start a multiple of {rest} processes",
+            )
+        )
+    _checked(axes)
+    if math.prod(axes.values()) != world:
+        raise FzeroValueError(
+            message(
+                "make_mesh",
+                f"a mesh of {math.prod(axes.values())} devices cannot be made from {world} processes",
+                [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {world}"],
+                f"start it with `torchrun --nproc-per-node {math.prod(axes.values())}`, or give one axis the size -1",
+            )
+        )
+    if not timeout > 0:
+        raise FzeroValueError(message("make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"))
+    if device not in (None, "cpu", "cuda") or (device == "cuda" and (not torch.cuda.is_available() or torch.cuda.device_count() < locals_)):
+        here = f"{torch.cuda.device_count() if torch.cuda.is_available() else 0} CUDA devices for {locals_} processes on this host"
+        raise FzeroValueError(message("make_mesh", f"there is no device {device!r} for every process", [here], "device='cpu' or 'cuda', or leave it out"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= locals_ else "cpu"
+    where = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    if world == 1:
+        return Mesh(axes, rank, where)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        store = _meet(rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return Mesh(axes, rank, where, grid, timeout)
+
+
+def close_mesh() -> None:
+    """Leaves the process group, if this process is in one. A script's last line."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meet(rank: int, world: int, timeout: float) -> dist.Store:
+    """The store that torchrun's environment names, once every rank has come to it."""
+    wait, fix = datetime.timedelta(seconds=timeout), "look at why these ranks have not reached make_mesh, or give a longer timeout"
+    try:
+        store, *_ = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))
+    except (dist.DistError, RuntimeError) as error:
+        raise DivergenceError(message("make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix)) from error
+    store.set(f"fzero/came/{rank}", "")
+    missing = absent(store, [f"fzero/came/{r}" for r in range(world)], timeout)
+    if missing:
+        raise DivergenceError(message("make_mesh", "not every rank has come", [f"rank {r} did not come in {timeout:g} s" for r in missing], fix))
+    return store
+
+
+def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
+    """Which of these keys of a store nobody has set within `timeout` seconds, by position."""
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except (dist.DistError, RuntimeError):
+        return [i for i, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _checked(axes: dict[str, int]) -> dict[str, int]:
+    problems = [f"{name!r} is not one of {', '.join(AXES)}" for name in axes if name not in AXES]
+    problems += [f"{name}={size!r}: a size is a whole number of at least 1" for name, size in axes.items() if type(size) is not int or size < 1]
+    if problems:
+        raise FzeroValueError(message("mesh", "cannot make this mesh", problems, "name axes as above, e.g. data=8"))
+    return dict(axes)

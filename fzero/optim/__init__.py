@@ -1,0 +1,82 @@
+"""Optimizers: pairs of pure functions, and the schedules they take.
+
+    from fzero import optim
+
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosine(3e-4, 2_000, 100_000)))
+    opt_state = optimizer.init(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = optim.apply_updates(params, updates)
+
+Names and meanings are optax's. [Note: optimizers on shards] What `update` does to a leaf is pointwise arithmetic between
+tensors of that leaf and 0-dim tensors, and sums over the whole leaf: so it means the same on a flat shard, given an
+all_reduce for each sum, and nothing here knows about meshes. Whatever depends on the step alone (learning rate, bias
+corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
+
+Arithmetic and state are float32, or float64 for float64 leaves, whatever the dtypes of gradients and parameters.
+`None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
+"""
+
+from fzero.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, chain, global_norm, identity
+from fzero.optim.lamb import lamb, scale_by_trust_ratio
+from fzero.optim.lion import LionState, lion
+from fzero.optim.masking import MaskedState, PartitionState, masked, partition
+from fzero.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    linear,
+    warmup_cosine,
+    warmup_decay_lr,
+    warmup_lr,
+    warmup_stable_decay,
+)
+from fzero.optim.sgd import TraceState, sgd, trace
+from fzero.optim.transforms import (
+    ScaleByScheduleState,
+    add_decayed_weights,
+    clip_by_global_norm,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    set_to_zero,
+)
+
+__all__ = [
+    "EmptyState",
+    "GradientTransformation",
+    "LionState",
+    "MaskedState",
+    "PartitionState",
+    "ScaleByAdamState",
+    "ScaleByScheduleState",
+    "Schedule",
+    "TraceState",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "global_norm",
+    "identity",
+    "lamb",
+    "linear",
+    "lion",
+    "masked",
+    "partition",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "scale_by_trust_ratio",
+    "set_to_zero",
+    "sgd",
+    "trace",
+    "warmup_cosine",
+    "warmup_decay_lr",
+    "warmup_lr",
+    "warmup_stable_decay",
+]

@@ -1,0 +1,76 @@
+"""LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.optim.adam import scale_by_adam
+from fzero.optim.base import GradientTransformation, chain, stateless
+from fzero.optim.leaves import check, leafwise, need_params, sum_of_squares, upcast
+from fzero.optim.masking import Mask
+from fzero.optim.schedules import Schedule
+from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
+from fzero.tree import Tree
+
+
+def scale_by_trust_ratio() -> GradientTransformation:
+    """Multiplies each leaf by `norm(params) / norm(grads)` of that leaf, or by 1 where either norm is 0.
+
+    Norms are of whole leaves, in float32 (float64 for float64 leaves).
+
+    Communication: on shards two all_reduces of 4 bytes a leaf, before coalescing.
+
+    Raises:
+        FzeroValueError: an update without params.
+
+    Example:
+        >>> opt = scale_by_trust_ratio()
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> opt.update({"w": torch.tensor([0.0, 2.0])}, opt.init(params), params)[0]
+        {'w': tensor([0., 5.])}
+    """
+    where = "optim.scale_by_trust_ratio"
+
+    def leaf(g: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
+        p_norm, g_norm = sum_of_squares(p).sqrt(), sum_of_squares(g).sqrt()
+        ratio = torch.where((p_norm > 0) & (g_norm > 0), p_norm / g_norm, 1.0)
+        g = upcast(g)
+        return (g * ratio.to(g.dtype),)
+
+    def rescale(grads: Tree, params: Tree) -> Tree:
+        need_params(where, grads, params)
+        return leafwise(where, 1, leaf, grads=grads, params=params)[0]
+
+    return stateless(rescale)
+
+
+def lamb(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """`updates = -lr * (norm(params) / norm(r)) * r` for each leaf, with `r = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * params`.
+
+    The ratio is 1 where either norm is 0; it is not clipped otherwise.
+
+    Args:
+        lr: a number of at least 0, or a schedule, called with 0 in the first update.
+        b1: decay of the mean of gradients, at least 0 and less than 1.
+        b2: decay of the mean of squared gradients, at least 0 and less than 1.
+        eps: greater than 0.
+        weight_decay: at least 0.
+        mask: which leaves decay, as in `masked`; None: all.
+
+    Communication: on shards two all_reduces of 4 bytes a leaf, before coalescing.
+
+    Memory: 8 bytes a parameter (16 for float64).
+
+    Raises:
+        FzeroValueError: a number out of range, a mask of another structure, or an update without params.
+    """
+    check("optim.lamb", lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    decay = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
+    return chain(scale_by_adam(b1, b2, eps), *decay, scale_by_trust_ratio(), scale_by_learning_rate(lr))

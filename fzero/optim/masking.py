@@ -1,0 +1,161 @@
+"""Different transformations for different leaves: `masked` for some, `partition` for all.
+
+Leaves that a transformation is not meant for are `None` in the trees it sees, so it holds no state for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.optim.base import GradientTransformation
+from fzero.optim.leaves import structure_message
+from fzero.tree import Tree
+
+Mask = Tree | Callable[[str, torch.Tensor], bool]
+"""Which leaves: `mask(path, leaf)`, or a tree of bools of the structure of params or of a prefix of it."""
+
+Labels = Tree | Callable[[str, torch.Tensor], Hashable]
+"""The label of each leaf: `labels(path, leaf)`, or a tree of labels of the structure of params or of a prefix of it."""
+
+
+class MaskedState(NamedTuple):
+    inner_state: Any  # of the inner transformation, for the leaves of the mask; None if there are none
+
+
+class PartitionState(NamedTuple):
+    inner_states: dict[Any, Any]  # label -> state of its transformation, for the leaves of that label; None if there are none
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """`inner` for the leaves of the mask; the other gradients pass *unchanged*.
+
+    That makes it a link in a chain: `masked(adamw(...), mask)` alone would add raw gradients to the other parameters; use `partition` there.
+
+    Args:
+        inner: sees params and grads with `None` in place of the other leaves.
+        mask: a tree of bools of the structure of params, or of a prefix of it, or a function `(path, leaf) -> bool` with
+            paths such as `params['layers'][3]['bias']`. The function is given the parameter (the gradient where update is
+            called without params), must be pure, and is called in each init and update.
+
+    Memory: that of `inner` for the leaves of the mask alone.
+
+    Raises:
+        FzeroValueError: a mask of another structure than params: every differing path.
+        FzeroTypeError: a mask whose leaves are not bools.
+
+    Example:
+        >>> from fzero import optim
+        >>> opt = optim.masked(optim.scale(0.0), {"a": True, "b": False})
+        >>> state = opt.init({"a": torch.ones(1), "b": torch.ones(1)})
+        >>> opt.update({"a": torch.ones(1), "b": torch.ones(1)}, state)[0]
+        {'a': tensor([0.]), 'b': tensor([1.])}
+    """
+
+    def choose(like: Tree) -> Tree:
+        return resolve_mask("optim.masked", mask, like)
+
+    def init(params: Tree) -> MaskedState:
+        chosen = choose(params)
+        return MaskedState(inner.init(_only(True, chosen, params)) if any(tree.leaves(chosen)) else None)
+
+    def update(grads: Tree, state: MaskedState, params: Tree = None) -> tuple[Tree, MaskedState]:
+        chosen = choose(grads if params is None else params)
+        _same_structure("optim.masked", grads, params)
+        if not any(tree.leaves(chosen)):
+            return grads, state
+        done, inner_state = inner.update(_only(True, chosen, grads), state.inner_state, None if params is None else _only(True, chosen, params))
+        return _merged(chosen, {True: done, False: _only(False, chosen, grads)}), MaskedState(inner_state)
+
+    return GradientTransformation(init, update)
+
+
+def partition(transformations: dict[Any, GradientTransformation], labels: Labels) -> GradientTransformation:
+    """Each leaf is updated by the transformation of its label.
+
+    Args:
+        transformations: label -> transformation. A label that no leaf has is allowed.
+        labels: a tree of labels (strings, say) of the structure of params, or of a prefix of it, or a function
+            `(path, leaf) -> label` as in `masked`.
+
+    Memory: each transformation's, for its own leaves.
+
+    Raises:
+        FzeroValueError: labels without a transformation, or labels of another structure than params: every such path.
+
+    Example:
+        >>> from fzero import optim
+        >>> scales = {"fast": optim.scale(10.0), "slow": optim.scale(0.1)}
+        >>> opt = optim.partition(scales, lambda path, p: "slow" if "bias" in path else "fast")
+        >>> state = opt.init({"bias": torch.ones(1), "w": torch.ones(1)})
+        >>> opt.update({"bias": torch.ones(1), "w": torch.ones(1)}, state)[0]
+        {'bias': tensor([0.1000]), 'w': tensor([10.])}
+    """
+    where = "optim.partition"
+
+    def choose(like: Tree) -> tuple[Tree, set[Any]]:
+        chosen = _resolve(where, "labels", labels, like)
+        flat = tree.leaves(chosen)
+        problems = [f"{path}: {label!r}" for path, label in zip(tree.paths(chosen, "params"), flat, strict=True) if label not in transformations]
+        if problems:
+            fix = f"give each a label among {', '.join(map(repr, transformations))}, or add a transformation"
+            raise FzeroValueError(message(where, f"{len(problems)} leaves have a label without a transformation", problems, fix))
+        return chosen, set(flat)
+
+    def init(params: Tree) -> PartitionState:
+        chosen, used = choose(params)
+        return PartitionState({label: t.init(_only(label, chosen, params)) if label in used else None for label, t in transformations.items()})
+
+    def update(grads: Tree, state: PartitionState, params: Tree = None) -> tuple[Tree, PartitionState]:
+        chosen, used = choose(grads if params is None else params)
+        _same_structure(where, grads, params)
+        done, states = {}, dict(state.inner_states)
+        for label, t in transformations.items():
+            if label in used:
+                mine = None if params is None else _only(label, chosen, params)
+                done[label], states[label] = t.update(_only(label, chosen, grads), states[label], mine)
+        return _merged(chosen, done), PartitionState(states)
+
+    return GradientTransformation(init, update)
+
+
+def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:
+    """The mask as a tree of bools of the structure of params."""
+    chosen = _resolve(where, "mask", True if mask is None else mask, params)
+    problems = [f"{path}: {tree.describe(m)}" for path, m in zip(tree.paths(chosen, "params"), tree.leaves(chosen), strict=True) if not isinstance(m, bool)]
+    if problems:
+        raise FzeroTypeError(message(where, f"{len(problems)} leaves of the mask are not bools", problems, "use True and False"))
+    return chosen
+
+
+def _resolve(where: str, name: str, given: Any, params: Tree) -> Tree:
+    tree.flatten(params)  # registers dataclasses
+    if callable(given) and not dataclasses.is_dataclass(given):  # a dataclass with a __call__ is a tree
+        return tree.map_with_path(given, params, root="params")
+    try:
+        return tree.map(lambda value, below: tree.map(lambda _: value, below), given, params)
+    except (ValueError, TypeError):
+        raise FzeroValueError(structure_message(where, (name, given), ("params", params))) from None
+
+
+def _same_structure(where: str, grads: Tree, params: Tree) -> None:
+    if params is not None and tree.structure(grads) != tree.structure(params):
+        raise FzeroValueError(structure_message(where, ("grads", grads), ("params", params)))
+
+
+def _only(label: Any, chosen: Tree, values: Tree) -> Tree:
+    """`values` with None in place of every leaf of another label."""
+    flat, spec = tree.flatten(values)
+    return tree.unflatten(spec, [x if c == label else None for c, x in zip(tree.leaves(chosen), flat, strict=True)])
+
+
+def _merged(chosen: Tree, parts: dict[Any, Tree]) -> Tree:
+    """The tree whose leaves come from the part of their label, each part holding its own leaves in order."""
+    flat, spec = tree.flatten(chosen)
+    streams = {label: iter(tree.leaves(part)) for label, part in parts.items()}
+    return tree.unflatten(spec, [next(streams[label]) for label in flat])

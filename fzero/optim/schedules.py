@@ -1,0 +1,208 @@
+"""Learning rates as pure functions of the step.
+
+A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's device.
+Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as `torch.optim.lr_scheduler`
+does when its `step()` follows the optimizer's. Values are computed in float64 with tensor operations only, so that a
+schedule can be traced; any function that keeps to that is a schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from fzero.optim.leaves import reject
+
+Schedule = Callable[[torch.Tensor | int], torch.Tensor]
+
+
+def constant(value: float) -> Schedule:
+    """`value` at every step.
+
+    Example:
+        >>> constant(0.5)(7)
+        tensor(0.5000)
+    """
+    return lambda step: torch.full_like(_float(step), value, dtype=torch.float32)
+
+
+def linear(init: float, end: float, steps: int) -> Schedule:
+    """From `init` at step 0 to `end` at step `steps`, in a straight line; `end` from there on.
+
+    Example:
+        >>> linear(1.0, 0.0, 10)(torch.tensor(4))
+        tensor(0.6000)
+    """
+    _check("linear", steps=steps)
+    return lambda step: (init + (end - init) * _fraction(_float(step), steps)).to(torch.float32)
+
+
+def cosine(init: float, end: float, steps: int) -> Schedule:
+    """From `init` at step 0 to `end` at step `steps`, along half a cosine; `end` from there on (Loshchilov & Hutter 2017, arXiv:1608.03983).
+
+    Example:
+        >>> cosine(1.0, 0.0, 10)(torch.tensor(5))
+        tensor(0.5000)
+    """
+    _check("cosine", steps=steps)
+    return lambda step: _half_cosine(init, end, _fraction(_float(step), steps)).to(torch.float32)
+
+
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
+    """A straight line from `init` at step 0 to `peak` at step `warmup_steps`, then half a cosine to `end` at step `total_steps`.
+
+    Args:
+        peak: the highest value.
+        warmup_steps: at least 0.
+        total_steps: greater than `warmup_steps`, which it includes.
+        end: value at `total_steps` and after.
+        init: value at step 0. With 0, the first update changes nothing.
+
+    Raises:
+        FzeroValueError: step counts that do not fit together.
+
+    Example:
+        >>> [round(warmup_cosine(1.0, 10, 110)(step).item(), 3) for step in (0, 5, 10, 60, 110)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    _check("warmup_cosine", warmup_steps=(warmup_steps, total_steps, "total_steps"))
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x = _float(step)
+        down = _half_cosine(peak, end, _fraction(x - warmup_steps, total_steps - warmup_steps))
+        return torch.where(x < warmup_steps, _warmup(init, peak, x, warmup_steps), down).to(torch.float32)
+
+    return schedule
+
+
+def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
+    """A straight line up, `peak` for most of the run, a straight line down over the last `decay_steps` (Hu et al. 2024, arXiv:2404.06395).
+
+    Args:
+        peak: value from step `warmup_steps` to step `total_steps - decay_steps`.
+        warmup_steps: at least 0.
+        decay_steps: at least 1.
+        total_steps: at least `warmup_steps + decay_steps`.
+        end: value at `total_steps` and after.
+        init: value at step 0.
+
+    Raises:
+        FzeroValueError: step counts that do not fit together.
+
+    Example:
+        >>> [round(warmup_stable_decay(1.0, 10, 20, 100)(step).item(), 3) for step in (0, 5, 10, 80, 90, 100)]
+        [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    _check("warmup_stable_decay", decay_steps=decay_steps, warmup_steps=(warmup_steps, total_steps - decay_steps + 1, "total_steps - decay_steps + 1"))
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x = _float(step)
+        down = peak + (end - peak) * _fraction(x - (total_steps - decay_steps), decay_steps)
+        return torch.where(x < warmup_steps, _warmup(init, peak, x, warmup_steps), down).to(torch.float32)
+
+    return schedule
+
+
+def warmup_lr(min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log") -> Schedule:
+    """DeepSpeed's `WarmupLR`: `min_lr + (max_lr - min_lr) * gamma`, gamma rising from 0 to 1 and then staying there.
+
+    gamma is `log(step + 1) / log(warmup_steps)` or `step / warmup_steps` while `step < warmup_steps`; fewer than 2
+    warm-up steps count as 2. `step` is DeepSpeed's `last_batch_iteration`. Its engine advances that after each update,
+    from -1, so its update number k (from 0) uses step k - 1, where fzero's uses step k. A negative step gives
+    `min_lr`, so `lambda step: schedule(step - 1)` is DeepSpeed's run to the step.
+
+    Args:
+        min_lr: value at step 0.
+        max_lr: value from step `warmup_steps` on (with "log", from one step earlier).
+        warmup_steps: DeepSpeed's `warmup_num_steps`, at least 1.
+        warmup_type: "log" or "linear".
+
+    Raises:
+        FzeroValueError: `warmup_steps` less than 1, or another `warmup_type`.
+
+    Example:
+        >>> [round(warmup_lr(0.0, 1.0, 100)(step).item(), 3) for step in (0, 9, 99, 500)]
+        [0.0, 0.5, 1.0, 1.0]
+    """
+    _check_warmup("warmup_lr", warmup_steps, warmup_type)
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x, steps = _float(step), max(2, warmup_steps)
+        gamma = torch.where(x < steps, _gamma(x, steps, warmup_type), 1.0)
+        return (min_lr + (max_lr - min_lr) * gamma).to(torch.float32)
+
+    return schedule
+
+
+def warmup_decay_lr(
+    total_steps: int, min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log"
+) -> Schedule:
+    """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then a straight line back to `min_lr` at step `total_steps`.
+
+    gamma is `max(0, (total_steps - step) / (total_steps - warmup_steps))` from step `warmup_steps` on. Steps are counted as in `warmup_lr`.
+
+    Args:
+        total_steps: DeepSpeed's `total_num_steps`, at least `warmup_steps`.
+        min_lr: value at step 0, and from step `total_steps` on.
+        max_lr: value at step `warmup_steps`.
+        warmup_steps: DeepSpeed's `warmup_num_steps`, at least 1; 1 counts as 2.
+        warmup_type: "log" or "linear".
+
+    Raises:
+        FzeroValueError: step counts that do not fit together (DeepSpeed warns and drops to `min_lr` after the warm-up), or another `warmup_type`.
+
+    Example:
+        >>> [round(warmup_decay_lr(300, 0.0, 1.0, 100)(step).item(), 3) for step in (0, 9, 100, 200, 300)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    _check_warmup("warmup_decay_lr", warmup_steps, warmup_type, total_steps)
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x, steps = _float(step), max(2, warmup_steps)
+        down = ((total_steps - x) / max(1, total_steps - steps)).clamp(min=0.0)
+        gamma = torch.where(x < steps, _gamma(x, steps, warmup_type), down)
+        return (min_lr + (max_lr - min_lr) * gamma).to(torch.float32)
+
+    return schedule
+
+
+def _float(step: torch.Tensor | int) -> torch.Tensor:
+    return torch.as_tensor(step).to(torch.float64)
+
+
+def _fraction(x: torch.Tensor, steps: int) -> torch.Tensor:
+    return (x / steps).clamp(0.0, 1.0)
+
+
+def _half_cosine(init: float, end: float, fraction: torch.Tensor) -> torch.Tensor:
+    return end + (init - end) * 0.5 * (1 + torch.cos(math.pi * fraction))
+
+
+def _warmup(init: float, peak: float, x: torch.Tensor, steps: int) -> torch.Tensor:
+    return init + (peak - init) * _fraction(x, max(1, steps))
+
+
+def _gamma(x: torch.Tensor, steps: int, kind: str) -> torch.Tensor:
+    x = x.clamp(min=0.0)
+    return torch.log(x + 1) / math.log(steps) if kind == "log" else x / steps
+
+
+def _check(where: str, **steps: int | tuple[int, int, str]) -> None:
+    """Counts of steps: at least 1, or, given as `(steps, bound, name of the bound)`, at least 0 and less than the bound."""
+    problems = []
+    for name, n in steps.items():
+        if isinstance(n, int) and n < 1:
+            problems.append(f"{name}={n}: must be at least 1")
+        if isinstance(n, tuple) and not 0 <= n[0] < n[1]:
+            problems.append(f"{name}={n[0]}: must be at least 0 and less than {n[2]}={n[1]}")
+    reject(f"optim.{where}", problems)
+
+
+def _check_warmup(where: str, warmup_steps: int, kind: str, total_steps: int | None = None) -> None:
+    problems = [f"warmup_steps={warmup_steps}: must be at least 1"] if warmup_steps < 1 else []
+    problems += [f"total_steps={total_steps}: must be at least warmup_steps={warmup_steps}"] if total_steps is not None and total_steps < warmup_steps else []
+    problems += [f"warmup_type={kind!r}: must be 'log' or 'linear'"] if kind not in ("log", "linear") else []
+    reject(f"optim.{where}", problems)

@@ -1,0 +1,1 @@
+"""The program: recorded, laid out as lines, verified, printed."""

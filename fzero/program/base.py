@@ -1,0 +1,398 @@
+"""The base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+
+A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype its
+gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero import compat, tree
+from fzero import random as fzrandom
+from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.layout import Leaf
+from fzero.mesh import AbstractMesh
+from fzero.optim import apply_updates, global_norm
+from fzero.program.ir import Line, Program, Value
+from fzero.program.names import Names
+from fzero.program.record import Recorded, record
+from fzero.program.trace import Functions, Inputs, Lines, run_traced
+
+DType = Callable[[Leaf], torch.dtype]
+
+
+class Weighted(NamedTuple):
+    """A sum and what it is a sum over: `total / count` is the mean, exact however the batch was cut."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+
+class Lowered(NamedTuple):
+    """A program and what is needed to hand its outputs back as the user's trees."""
+
+    program: Program
+    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What a training step is lowered from. `batch` has the shapes of one micro-batch of one rank."""
+
+    name: str
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    has_aux: bool
+    wants_key: bool
+    params: Inputs
+    trains: Sequence[bool]  # for each leaf of params
+    opt_state: Inputs
+    batch: Inputs
+    extras: dict[str, Leaf]
+    mesh: AbstractMesh
+    compute_dtype: DType
+    reduce_dtype: DType
+    num_parts: int  # ranks x micro-batches that the global batch is cut in
+
+    @property
+    def trained(self) -> list[int]:
+        return [i for i in self.params.distinct if self.trains[i]]
+
+
+def lower_train(t: Training) -> Lowered:
+    """The base program of one optimizer step."""
+    functions, names = Functions(), Names()
+    lines, cast = _casts(t.params, t.compute_dtype, names)
+    places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in t.params.distinct]
+    more, batch = _casts(t.batch, t.compute_dtype, names)
+    lines += more
+    places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
+    if t.wants_key:
+        places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
+        lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
+
+    graph, found = _record_loss(t, places)
+    outputs, num_sums = graph.outputs, len(graph.outputs) - len(found.used)
+    wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
+    wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
+    body = Lines(graph, functions, names, wanted)
+    lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names)
+    lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
+
+    sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
+    update, structure = record_update(t, grads, sum_values, found, names)
+    state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
+    program = Program(
+        name=t.name,
+        mesh=t.mesh,
+        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in (*t.extras.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))),
+        leaves={x.path: x for x in (*t.extras.values(), *state)},
+        lines=(*lines, update),
+        outputs=tuple(v.name for v in update.out),
+        functions=functions.by_name,
+        owners=_owners(lines, {x.path for x in state}),
+    )
+    return Lowered(program, structure)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What tracing a loss showed: which leaves have a gradient, whether it is weighted, and its auxiliary values."""
+
+    used: list[int]
+    weighted: bool
+    aux: Means
+
+
+def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
+    """Records sums and gradients: the loss's total, its count, the auxiliary sums, then a gradient for each leaf that has one."""
+    made: list[Found] = []
+    num_params, num_batch = len(t.params.distinct), len(t.batch.distinct)
+
+    def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        leaves = {i: x.detach().requires_grad_(i in t.trained) for i, x in zip(t.params.distinct, fakes, strict=False)}
+        batch = dict(zip(t.batch.distinct, fakes[num_params : num_params + num_batch], strict=True))
+        kwargs = {}
+        if t.wants_key:
+            key, step, part = fakes[-3:]
+            kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
+        loss, aux = split_loss(t.loss_fn(t.params.rebuild(leaves), t.batch.rebuild(batch), **kwargs), t.has_aux)
+        aux_leaves, means = flatten_means(aux)
+        grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], allow_unused=True)
+        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], loss.count is not None, means))
+        scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
+        return [*(summable(s) for s in scalars), *(g for g in grads if g is not None)]
+
+    return run_traced("train_step", loss_and_grads, places, t.mesh.device_type, t.loss_fn), made[0]
+
+
+def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
+    """Each gradient under a name of its own, in the dtype it is reduced in, cast right after the line that makes it."""
+    grads: dict[int, Value] = {}
+    casts: dict[str, list[Line]] = {}
+    for i, (source, node) in sources.items():
+        leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
+        grads[i] = Value(source, leaf.shape, dtype)
+        if dtype != t.reduce_dtype(leaf) or node.op == "placeholder" or any(grads[k].name == source for k in grads if k != i):
+            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.reduce_dtype(leaf))
+            casts.setdefault(source, []).append(Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision"))
+    made_here = {v.name for line in lines for v in line.out}
+    lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
+    return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
+
+
+def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, compute_dtype: DType) -> Lowered:
+    """The base program of a forward-only step."""
+    functions, names = Functions(), Names()
+    lines, cast = _casts(params, compute_dtype, names)
+    places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in params.distinct]
+    more, cast = _casts(batch, compute_dtype, names)
+    lines += more
+    places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
+    made: dict[str, Any] = {}
+
+    def outputs_of(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        p, b = dict(zip(params.distinct, fakes, strict=False)), dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True))
+        with torch.no_grad():
+            result = fn(params.rebuild(p), *batch.rebuild(b))
+        leaves, made["means"] = flatten_means(result)
+        return [summable(x) if made["means"].summed[j] else x.detach() for j, x in enumerate(leaves)]
+
+    graph = run_traced("eval_step", outputs_of, places, mesh.device_type, fn)
+    outputs = graph.outputs
+    means: Means = made["means"]
+    body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
+    lines += body.lines
+    found = [body.name[n] for n in outputs]
+    lines, found = _distinct(lines, found, outputs, names)
+    sums = [n for n, s in zip(found, means.summed, strict=True) if s]
+    dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
+    results: list[str] = []
+    it = iter(found)
+    for weighted in means.weighted:
+        if not weighted:
+            results.append(next(it))
+            continue
+        total, count = next(it), next(it)
+        mode = compat.FakeTensorMode()
+        with mode:
+            pair = [torch.empty((), dtype=dtypes[n], device=mesh.device_type) for n in (total, count)]
+            graph = record(lambda a, b: [a / b], pair, owner="eval_step", names=["total", "count"])
+        results.append(names("mean"))
+        value = Value(results[-1], (), torch.promote_types(dtypes[total], dtypes[count]))
+        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), {"of_sums": True}))
+    inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
+    program = Program(
+        name=name,
+        mesh=mesh,
+        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in inputs),
+        leaves={params.leaves[i].path: params.leaves[i] for i in params.distinct},
+        lines=tuple(lines),
+        outputs=tuple(results),
+        functions=functions.by_name,
+        owners=_owners(lines, {params.leaves[i].path for i in params.distinct}),
+        sums=tuple(sums),
+    )
+    return Lowered(program, means.structure)
+
+
+# --- the pieces ---
+
+
+class Loss(NamedTuple):
+    total: torch.Tensor
+    count: torch.Tensor | None
+
+
+def split_loss(result: Any, has_aux: bool) -> tuple[Loss, Any]:
+    """Checks what a loss function returned and splits it into the loss and the auxiliary values."""
+    aux = None
+    if has_aux:
+        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
+            raise FzeroTypeError(message("train_step", f"has_aux=True, but the loss function returned {tree.describe(result)}", fix="return (loss, aux)"))
+        result, aux = result
+    elif isinstance(result, tuple) and not isinstance(result, Weighted):
+        raise FzeroTypeError(message("train_step", f"the loss function returned a tuple of {len(result)}", fix="pass has_aux=True to return (loss, aux)"))
+    loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
+    problems = []
+    for what, x in (("total", loss.total), ("count", loss.count)) if loss.count is not None else (("loss", loss.total),):
+        if not isinstance(x, torch.Tensor):
+            problems.append(f"{what} is {type(x).__name__}")
+        elif x.dim() != 0:
+            problems.append(f"{what} is {tree.describe(x)}, not a scalar")
+    if isinstance(loss.total, torch.Tensor) and not loss.total.is_floating_point():
+        problems.append(f"{'loss' if loss.count is None else 'total'} is {tree.describe(loss.total)}, not floating point")
+    if problems:
+        raise FzeroTypeError(message("train_step", "the loss is not a scalar tensor", problems, "reduce it with .mean(), or return fz.weighted(total, count)"))
+    if not loss.total.requires_grad:
+        raise TraceError(
+            message(
+                "train_step",
+                "the loss does not depend on any trainable parameter",
+                fix="use the params argument (not a closure), and check `trainable` and .detach()",
+            )
+        )
+    return loss, aux
+
+
+def summable(x: torch.Tensor) -> torch.Tensor:
+    """A value in the dtype it is summed in over ranks and micro-batches: float32, or float64."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Means(NamedTuple):
+    """How a flat list of sums becomes a tree of means: for each result whether it is a total and a count, and for each flat value whether it is summed."""
+
+    structure: tree.TreeSpec
+    weighted: tuple[bool, ...]
+    summed: tuple[bool, ...]
+
+
+def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
+    is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
+    leaves, structure = tree.flatten(result, is_leaf=is_pair)
+    flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]
+    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
+    if wrong:
+        raise FzeroTypeError(message("step", "the function returned something other than tensors", wrong, "return a pytree of tensors"))
+    return flat, Means(structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,))))
+
+
+def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got."""
+    result = optimizer.update(grads, opt_state, params)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
+    updates, new = result
+    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
+    wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
+    if wrong:
+        raise FzeroTypeError(message("optimizer", "update returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
+    before, after = tree.structure(opt_state), tree.structure(new)
+    if before != after:
+        problems = [f"before: {before}", f"after: {after}"]
+        raise FzeroTypeError(message("optimizer", "update changes the structure of opt_state", problems, "return the same structure"))
+    problems = [
+        f"{path}: {tree.describe(old)} before, {tree.describe(now)} after"
+        for path, old, now in zip(tree.paths(opt_state, "opt_state"), tree.leaves(opt_state), tree.leaves(new), strict=True)
+        if now.shape != old.shape or now.dtype != old.dtype
+    ]
+    if problems:
+        raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
+    return apply_updates(params, updates), new
+
+
+def grad_name(leaf: Leaf) -> str:
+    return "d_" + identifier(leaf.path)
+
+
+def identifier(path: str) -> str:
+    """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
+    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params"))
+    return "_".join(part for part in text.split("_") if part) or "leaf"
+
+
+def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
+    """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
+    lines, values = [], {}
+    for i in inputs.distinct:
+        leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
+        values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
+        if dtype != leaf.dtype:
+            values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
+            lines.append(Line("cast", (leaf.path,), (values[i],), attrs={"dtype": dtype}, by="mixed_precision"))
+    return lines, values
+
+
+def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names) -> tuple[list[Line], list[str]]:
+    """Gives each output a name of its own, where two outputs are one value or an output is an input."""
+    seen: set[str] = set()
+    out = []
+    for name, node in zip(found, nodes, strict=True):
+        if name in seen or node.op == "placeholder":
+            value = node.meta["val"]
+            lines.append(Line("cast", (name,), (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),), attrs={"dtype": value.dtype}))
+            name = lines[-1].out[0].name
+        seen.add(name)
+        out.append(name)
+    return lines, out
+
+
+def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
+    """For each leaf the number of the line that first computes with it: leaves of one block belong together."""
+    origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    owners: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        for arg in line.args if line.op == "call" else ():
+            leaf = origin.get(arg, arg)
+            if leaf in leaves:
+                owners.setdefault(leaf, number)
+    return owners
+
+
+def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], found: Found, names: Names) -> tuple[Line, tree.TreeSpec]:
+    """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
+
+    Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
+    """
+    params, opt_state, trained = t.params, t.opt_state, t.trained
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    places = [("step", (), torch.int64)]
+    places += [(x.path, x.shape, x.dtype) for x in (*(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct))]
+    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *sums)]
+    info: dict[str, Any] = {}
+
+    def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        it = iter(fakes)
+        step = next(it)
+        p = {i: next(it) for i in trained}
+        o = {i: next(it) for i in opt_state.distinct}
+        g = {i: next(it) for i in grads}
+        total, *rest = it
+        count = rest.pop(0) if found.weighted else None
+        # the gradients are those of the summed loss: make them those of the mean
+        if count is not None:
+            loss, scale = total / count, 1.0 / count
+        else:
+            loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
+        mean: dict[int, torch.Tensor] = {}
+        for i in trained:
+            x = g[i].to(p[i].dtype) if i in g else torch.zeros_like(p[i])
+            mean[i] = x if scale is None or i not in g else x * scale
+        # a leaf that is not trained is None to the optimizer, and so is every tie but the first
+        view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
+        norm = global_norm(view(mean))
+        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p))
+        new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
+        means, values = found.aux, iter(rest)
+        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
+        metrics = {"loss": loss, "grad_norm": norm, "finite": torch.isfinite(loss) & torch.isfinite(norm)}
+        if aux:
+            metrics["aux"] = tree.unflatten(means.structure, aux)
+        flat, info["structure"] = tree.flatten(metrics)
+        info["paths"] = tree.names(metrics)
+        return [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct), *flat]
+
+    with mode:
+        fakes = [torch.empty(shape, dtype=dtype, device=t.mesh.device_type) for _, shape, dtype in places]
+        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
+    targets = ["step", *(params.leaves[i].path for i in trained), *(opt_state.leaves[i].path for i in opt_state.distinct)]
+    returned = recorded.outputs
+    metric_values = [
+        Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
+        for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
+    ]
+    line = Line(
+        "update",
+        tuple(n for n, _, _ in places),
+        tuple(metric_values),
+        attrs={"graph": recorded, "sums": tuple(v.name for v in sums), "grads": {params.leaves[i].path: grads[i].name for i in grads}},
+        writes=tuple(targets),
+    )
+    return line, info["structure"]

@@ -1,0 +1,158 @@
+"""The program: a whole training step as a list of lines.
+
+[Note: placements] How a value of a program relates to the mesh:
+  whole          the same on every rank
+  shard(axes)    each rank holds its flat part of it (fzero/layout.py)
+  local(axes)    each rank has its own: the batch, and whatever is computed from it
+  moving         a transfer has been started and not yet waited for
+Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes. Only what is not
+partial may rest in a state, and only a `whole` or a `local` may be returned.
+
+[Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
+things that need no trace: `cast`, `take_shard`, `take_part`, `part_index`, `num_valid`, `accumulate`, `assign`; `update` is the whole
+optimizer before it is cut into functions. `loop` repeats a body once a
+micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Names are assigned once, but for the
+leaves of the state: their buffers are donated, and `writes` says which a line overwrites.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fzero.layout import Leaf
+from fzero.mesh import AbstractMesh
+from fzero.program.record import Recorded
+
+
+@dataclass(frozen=True)
+class Placement:
+    """See [Note: placements]. `partial`: the axes over which the value is still to be summed."""
+
+    kind: str = "whole"
+    axes: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.kind}({', '.join(self.axes)})" if self.axes else self.kind
+        partial = f"partial({', '.join(self.partial)})"
+        return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
+
+
+WHOLE = Placement()
+MOVING = Placement("moving")
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a line makes: name, shape of the whole, dtype, and how it relates to the mesh."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: Placement = WHOLE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return text if self.placement == WHOLE else f"{text} {self.placement}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """`out = op(args)`; `by` names the transform that placed it."""
+
+    op: str
+    args: tuple[str, ...] = ()
+    out: tuple[Value, ...] = ()
+    fn: str = ""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    by: str = ""
+    body: tuple[Line, ...] = ()
+
+    def rename(self, names: Mapping[str, str]) -> Line:
+        return replace(self, args=tuple(names.get(a, a) for a in self.args))
+
+
+TRANSFERS = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites."""
+
+    name: str
+    graph: Recorded
+    writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step: inputs (the leaves of the state, then the batch), lines, and the names of the outputs.
+
+    `leaves` is the leaf table: how every input that is part of a state rests, by name.
+    """
+
+    name: str
+    mesh: AbstractMesh
+    inputs: tuple[Value, ...]
+    leaves: Mapping[str, Leaf]
+    lines: tuple[Line, ...]
+    outputs: tuple[str, ...]
+    functions: Mapping[str, Function]
+    transforms: tuple[Any, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
+    sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
+
+    def walk(self) -> Iterator[tuple[Line, int]]:
+        """Every line with the number of times it runs in a step, bodies of loops included."""
+
+        def visit(lines: tuple[Line, ...], times: int) -> Iterator[tuple[Line, int]]:
+            for line in lines:
+                yield line, times
+                yield from visit(line.body, times * line.attrs.get("count", 1))
+
+        return visit(self.lines, 1)
+
+    def values(self) -> dict[str, Value]:
+        """Every value by name."""
+        found = {v.name: v for v in self.inputs}
+        for line, _ in self.walk():
+            found.update((v.name, v) for v in line.out)
+        return found
+
+    @functools.cached_property
+    def values_by_name(self) -> dict[str, Value]:
+        return self.values()
+
+    def map_lines(self, fn: Callable[[Line], list[Line]]) -> Program:
+        """Each line replaced by what `fn` makes of it, innermost first."""
+
+        def visit(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+            return tuple(new for line in lines for new in fn(replace(line, body=visit(line.body)) if line.body else line))
+
+        return replace(self, lines=visit(self.lines))
+
+    def __str__(self) -> str:
+        from fzero.program.show import show
+
+        return show(self)
+
+
+def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    """Bytes a rank sends in a transfer with a ring algorithm: (n-1)/n of the whole to gather or to reduce-scatter, twice that to all-reduce."""
+    size = mesh.axis_size(line.attrs["axes"])
+    args = [values[a] for a in line.args]
+    if line.op == "all_reduce_start":  # of shards, on a mesh with a replica axis, only the shard travels
+        return sum(v.nbytes // mesh.axis_size(v.placement.axes) for v in args) * 2 * (size - 1) // size
+    return sum(v.nbytes for v in args) * (size - 1) // size

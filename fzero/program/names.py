@@ -1,0 +1,59 @@
+"""Names of a program: Python identifiers, each assigned once, none of which hides another.
+
+A program is Python that runs. Whatever a user calls a leaf (`class`, `step`, `0`) or a block (`wait`, `embed` beside a leaf `embed`), a name
+in it must be an identifier, and must not hide an argument, a primitive or a function that a later line uses.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fzero.program.ir import Program
+
+RESERVED = frozenset(
+    {
+        *keyword.kwlist,
+        *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
+        *("all_gather_start", "reduce_scatter_start", "all_reduce_start", "wait", "cast", "take_shard", "take_part", "part_index", "num_valid"),
+        *("accumulate", "assign"),
+    }
+)
+"""What the text of a program means already: keywords, its arguments, its primitives."""
+
+
+class Names:
+    """Hands out names that are assigned once."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}
+
+    def __call__(self, name: str) -> str:
+        """`name`, or the next free `name_v2`, `name_v3`, …; made an identifier first."""
+        if not name.isidentifier():
+            name = "_".join(p for p in "".join(c if c.isascii() and c.isalnum() else "_" for c in name).split("_") if p)
+            name = name if name.isidentifier() else f"x_{name}"
+        name = f"{name}_" if name in RESERVED else name
+        new, number = name, self._next.get(name, 1)
+        while new in self._taken:
+            number += 1
+            new = f"{name}_v{number}"
+        self._next[name] = number
+        self._taken.add(new)
+        return new
+
+
+def apart(program: Program) -> Program:
+    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block `embed`."""
+    values = set(program.values())
+    both = [name for name in program.functions if name in values]
+    if not both:
+        return program
+    names = Names((*values, *program.functions))
+    new = {name: names(f"{name}_fn") for name in both}
+    program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
+    return replace(program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()})

@@ -1,0 +1,80 @@
+"""Cutting a graph into functions: the part between some values, with the views of parameters that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.program.record import Recorded
+
+
+def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
+    """The function from `inputs` to `outputs` that a graph contains. Nodes that no output needs are left out."""
+    graph, env = fx.Graph(), {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(names[i] if names else f"x_{i}")
+        env[node].meta["val"] = node.meta["val"]
+    constants: dict[str, torch.Tensor] = {}
+    needed = ancestors(outputs, stop=set(inputs))
+    for node in source.graph.nodes:
+        if node in needed and node not in env:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is needed but not an input")
+            if node.op == "get_attr":
+                constants[node.target] = source.constants[node.target]
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs))
+    return Recorded(graph, constants)
+
+
+def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that `outputs` depend on, themselves included, without going past `stop`."""
+    seen: set[fx.Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in stop:
+                todo.extend(node.all_input_nodes)
+    return seen
+
+
+def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that are views of nothing but `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node.op == "call_function" and compat.is_view(node.target) and node.all_input_nodes and set(node.all_input_nodes) <= found:
+            found.add(node)
+    return found - roots
+
+
+def signature(graph: Recorded) -> tuple[Any, ...]:
+    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes."""
+    index: dict[fx.Node, int] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", index[value])
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(v) for v in value)
+        if isinstance(value, dict):
+            return tuple(sorted((k, plain(v)) for k, v in value.items()))
+        return (type(value).__name__, value)
+
+    lines = []
+    for node in graph.graph.nodes:
+        index[node] = len(index)
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), str(value.device)))
+        elif node.op == "get_attr":
+            value = graph.constants[node.target]
+            lines.append(("constant", str(value.dtype), str(value.tolist())))
+        else:
+            lines.append((str(node.target), plain(node.args), plain(node.kwargs)))
+    return tuple(lines)

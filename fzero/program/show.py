@@ -1,0 +1,264 @@
+"""Printing a program: valid Python, with the dtype, shape and placement of every result beside it.
+
+The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that differ only in
+their numbers, where each number goes up or down evenly. It is for reading; its names are those of the flat form with the number in
+brackets.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fzero.program.ir import TRANSFERS, Line, Program, transfer_bytes
+
+ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
+ROOTS_EVAL = ("params", "batch")
+_WIDTH, _NOTES = 110, 72  # columns: where a line wraps, where remarks stand
+_LONGEST = 80  # statements in the body of a folded loop
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A statement: `out = code`, the type of each result, and a remark. `depth` is its indentation in levels."""
+
+    depth: int
+    code: str
+    out: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    remark: str = ""
+
+    def text(self) -> str:
+        """As it runs."""
+        return "    " * self.depth + (f"{', '.join(self.out)} = {self.code}" if self.out else self.code)
+
+    def render(self) -> str:
+        """As it is read: one result a line where there are many, types beside them, long argument lists wrapped."""
+        pad = "    " * self.depth
+        note = self.remark
+        if len(self.out) <= 2:
+            note = "  ".join(x for x in (self.remark, ", ".join(self.types)) if x)
+            head, results = self.text().rstrip(), []
+        else:
+            head = f"{pad}) = {self.code}"
+            results = [f"{pad}(", *(_noted(f"{pad}    {name},", kind) for name, kind in zip(self.out, self.types, strict=True))]
+        return "\n".join([*results, *_wrapped(head, note)])
+
+
+def source(program: Program) -> str:
+    """The code that runs: Python source of one function, flat."""
+    return "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)]) + "\n"
+
+
+def show(program: Program, *, fold: bool = True) -> str:
+    """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every line that runs."""
+    header = [f"# {line}".rstrip() for line in _header(program)]
+    body = _flat(program.lines, program, 1)
+    return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), _returns(program)]) + "\n"
+
+
+def _signature(program: Program) -> str:
+    train = any(leaf.role == "step" for leaf in program.leaves.values())
+    return f"def {'train' if train else 'evaluate'}({', '.join(ROOTS_TRAIN if train else ROOTS_EVAL)}):"
+
+
+def _returns(program: Program) -> str:
+    return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
+
+
+def _statement(line: Line, program: Program, depth: int, started: dict[str, str]) -> Printed:
+    args = ", ".join(line.args)
+    out, types = tuple(v.name for v in line.out), tuple(str(v) for v in line.out)
+    axis = line.attrs["axes"][0] if line.attrs.get("axes") else ""
+    match line.op:
+        case "call":
+            written = sorted({w.split("['")[0] for w in line.writes})
+            return Printed(depth, f"{line.fn}({args})", out, types, f"in place: {', '.join(written)}" if written else "")
+        case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
+            started[out[0]] = line.op
+            how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
+            sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
+            return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how})", out, (), f">>> sends {sent} over {axis}")
+        case "wait":
+            shapes = f", shapes={[v.shape for v in line.out]!r}" if started[line.args[0]] == "all_gather_start" else ""
+            return Printed(depth, f"wait({args}{shapes})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
+        case "cast":
+            code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r})"
+        case "take_shard":
+            code = f"take_shard({args}, axis={axis!r})"
+        case "take_part":
+            code = f"take_part({args}, micro, {line.attrs['count']})"
+        case "part_index":
+            code = f"part_index(micro, {line.attrs['count']})" if "count" in line.attrs else "part_index()"
+        case "num_valid":
+            code = f"num_valid({line.attrs['numel']}, axis={axis!r})"
+        case "accumulate":
+            code = f"accumulate({out[0]}, {args})"
+        case "assign":
+            return Printed(depth, f"assign({args})", remark="in place")
+        case _:
+            code = f"{line.op}({args})"
+    return Printed(depth, code, out, types)
+
+
+def _flat(lines: Sequence[Line], program: Program, depth: int, started: dict[str, str] | None = None) -> list[Printed]:
+    """A statement a line, and a `del` where a name is read for the last time."""
+    started = {} if started is None else started
+    last: dict[str, int] = {}
+    for i, line in enumerate(lines):
+        for name in (*line.args, *(v.name for v in line.out), *_inner_reads(line)):
+            last[name] = i
+    made = {v.name for line in lines for v in line.out} | {
+        v.name for line in lines if line.op == "loop" for x in line.body if x.op == "accumulate" for v in x.out
+    }
+    keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
+    out: list[Printed] = []
+    for i, line in enumerate(lines):
+        inner = _inner_reads(line)
+        if line.op == "loop":
+            totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
+            out += [Printed(depth, "None", (name,)) for name in totals]
+            out.append(Printed(depth, f"for micro in range({line.attrs['count']}):"))
+            out += _flat(line.body, program, depth + 1, started)
+        else:
+            out.append(_statement(line, program, depth, started))
+        dead = [n for n in dict.fromkeys((*line.args, *(v.name for v in line.out), *inner)) if last[n] == i and n in made and n not in keep]
+        if dead:
+            out.append(Printed(depth, f"del {', '.join(dead)}"))
+    return out
+
+
+def _inner_reads(line: Line) -> list[str]:
+    """Names of the enclosing lines that a loop's body reads."""
+    made = {v.name for x in line.body if x.op != "accumulate" for v in x.out}
+    return [a for x in line.body for a in x.args if a not in made] + [v.name for x in line.body if x.op == "accumulate" for v in x.out]
+
+
+def _noted(code: str, note: str) -> str:
+    return f"{code:<{_NOTES}}  # {note}" if note else code
+
+
+def _wrapped(code: str, note: str) -> list[str]:
+    """A statement in lines of readable width, broken at its commas; a remark stands on the first."""
+    if len(code) <= _WIDTH:
+        return [_noted(code, note)]
+    indent = " " * (len(code) - len(code.lstrip()) + 4)
+    if code.lstrip().startswith("del "):
+        names = code.lstrip().removeprefix("del ")
+        code = f"{indent[4:]}del ({names})"
+    open_at = code.index("(", code.index("= ") if " = " in code else 0) if not code.lstrip().startswith(")") else code.index("(")
+    head, rest = code[: open_at + 1], code[open_at + 1 : -1]
+    body = textwrap.wrap(rest, width=_WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [_noted(head, note), *body, indent[4:] + ")"]
+
+
+def _bytes(num: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num < 1024:
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1024
+    return f"{num:.1f} GiB"
+
+
+def _header(program: Program) -> list[str]:
+    values = program.values_by_name
+    cost: dict[str, list[int]] = {}
+    for line, times in program.walk():
+        if line.op in TRANSFERS:
+            entry = cost.setdefault(line.by, [0, 0])
+            entry[0] += times
+            entry[1] += times * transfer_bytes(line, values, program.mesh)
+    rest: dict[str, int] = {}
+    for leaf in program.leaves.values():
+        size = 1
+        for n in leaf.resting_shape(program.mesh):
+            size *= n
+        rest[leaf.role] = rest.get(leaf.role, 0) + size * leaf.dtype.itemsize
+    total = sum(rest.values())
+    out = [f"{program.name} on mesh {program.mesh}"]
+    out.append(f"at rest on each rank: {_bytes(total)} ({', '.join(f'{role} {_bytes(n)}' for role, n in rest.items())})")
+    named = [str(t) for t in program.transforms]
+    for text in named:
+        name = text.split("(")[0]
+        num, sent = cost.pop(name, [0, 0])
+        out.append(f"  {text:<60} sends {_bytes(sent)} in {num} transfers a step" if num else f"  {text}")
+    for name, (num, sent) in cost.items():
+        out.append(f"  {name:<60} sends {_bytes(sent)} in {num} transfers a step")
+    return out
+
+
+# --- folding ---
+
+_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")  # not one that ends a word: `norm1` is a name, `float32` a dtype
+
+
+def _fold(lines: list[Printed]) -> list[Printed]:
+    """Runs of statements that repeat with evenly moving numbers, as loops."""
+    templates = [_NUMBER.sub("#", _all(p)) for p in lines]
+    numbers = [[int(x) for x in _NUMBER.findall(_all(p))] for p in lines]
+    out: list[Printed] = []
+    i = 0
+    while i < len(lines):
+        best = (0, 0)
+        for period in range(1, min(_LONGEST, (len(lines) - i) // 2) + 1):
+            if templates[i] == templates[i + period] and not any(lines[i + k].code.startswith("for ") for k in range(period)):
+                count = _repeats(templates, numbers, i, period)
+                if count >= 2 and period * count >= 4 and period * (count - 1) > best[0] * (best[1] - 1):
+                    best = (period, count)
+        period, count = best
+        if not period:
+            out.append(lines[i])
+            i += 1
+            continue
+        out.append(Printed(lines[i].depth, f"for i in range({count}):"))
+        for k in range(period):
+            here, there = numbers[i + k], numbers[i + k + period]
+            out.append(_indexed(lines[i + k], [b - a for a, b in zip(here, there, strict=True)]))
+        i += period * count
+    return out
+
+
+def _all(p: Printed) -> str:
+    return "\n".join((str(p.depth), p.code, *p.out, *p.types, p.remark))
+
+
+def _repeats(templates: list[str], numbers: list[list[int]], start: int, period: int) -> int:
+    """How often the `period` statements from `start` on repeat, each number moving by the same amount every time."""
+
+    def steps(k: int, turn: int) -> list[int]:
+        here = start + turn * period + k
+        return [b - a for a, b in zip(numbers[here], numbers[here + period], strict=True)]
+
+    count = 1
+    while start + (count + 1) * period <= len(templates):
+        at = start + count * period
+        if templates[start : start + period] != templates[at : at + period]:
+            break
+        if count > 1 and any(steps(k, count - 1) != steps(k, 0) for k in range(period)):
+            break
+        count += 1
+    return count
+
+
+def _indexed(p: Printed, steps: list[int]) -> Printed:
+    """A statement of the loop: moving numbers become expressions of `i`, in brackets where they are part of a name."""
+    moving = iter(steps)
+    next(moving)  # the depth
+
+    def rewrite(text: str) -> str:
+        def expression(match: re.Match[str]) -> str:
+            step, number = next(moving), int(match.group())
+            if not step:
+                return match.group()
+            index = "i" if abs(step) == 1 else f"{abs(step)} * i"
+            return f"{{{number} - {index}}}" if step < 0 else f"{{{index} + {number}}}" if number else f"{{{index}}}"
+
+        marked = _NUMBER.sub(expression, text)
+        marked = re.sub(r"_\{([^}]*)\}_(?=[A-Za-z])", r"[\1].", marked)  # layers_3_qkv -> layers[i].qkv
+        marked = re.sub(r"_\{([^}]*)\}", r"[\1]", marked)  # layer_3 -> layer[i]
+        return re.sub(r"\{([^}]*)\}", r"\1", re.sub(r"(?<=\])_(\d+)", r"[\1]", marked))
+
+    code, out = rewrite(p.code), tuple(rewrite(name) for name in p.out)
+    return Printed(p.depth + 1, code, out, p.types, p.remark)

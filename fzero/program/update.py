@@ -1,0 +1,277 @@
+"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted out.
+
+The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and depend on all
+leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels, each a function of
+scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at once; last come the functions that
+write new parameters and state in place. A leaf value that two levels need is computed twice: reading it again would cost as much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.names import Names
+from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
+from fzero.program.record import Recorded
+from fzero.program.segment import ancestors, extract
+from fzero.program.trace import Functions
+
+aten = torch.ops.aten
+
+
+def cut_update(program: Program) -> Program:
+    """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
+    return program.map_lines(lambda line: [line]) if not any(x.op == "update" for x in program.lines) else _Cutter(program).program
+
+
+class _Cutter:
+    def __init__(self, program: Program):
+        self.functions, self.names = Functions(program.functions), Names(program.values())
+        self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
+        update = next(line for line in program.lines if line.op == "update")
+        self.line = update
+        shards = next((v.placement.axes for a in update.args if (v := self.values[a]).placement.kind == "shard"), ())
+        self.axes = shards
+        size = program.mesh.axis_size(shards) if shards else 1
+        source: Recorded = update.attrs["graph"]
+        places = source.inputs
+        named = {**update.attrs.get("leaf", {}), **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()}}
+        sharded = {p: named.get(a, a) for p, a in zip(places, update.args, strict=True) if self.values[a].placement.kind == "shard"}
+        demand = [self.values[t].placement.kind == "shard" for t in update.writes] + [False] * len(update.out)
+        self.graph = propagate(source, sharded, demand, size, "optimizer")
+        self.places = self.graph.inputs
+        self.name = dict(zip(self.places, update.args, strict=True))
+        self.outputs = self.graph.outputs
+        self.lines: list[Line] = []
+        self.owner = self._owners(program)
+        self.metric = dict(zip(reversed(self.outputs), reversed(update.out), strict=False))
+        self._pack()
+        self._emit()
+        at = program.lines.index(update)
+        self.program = replace(program, lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]), functions=self.functions.by_name)
+
+    def _owners(self, program: Program) -> dict[fx.Node, int]:
+        """The block that every leaf value belongs to: values that meet in an operation belong together."""
+        parent: dict[fx.Node, fx.Node] = {}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent.setdefault(node, node) is not node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for node in self.graph.graph.nodes:
+            if _is_leaf_value(node):
+                for arg in node.all_input_nodes:
+                    if _is_leaf_value(arg):
+                        parent[root(arg)] = root(node)
+        for target, node in zip(self.line.writes, self.outputs, strict=False):  # a leaf belongs to its new value, though it may not read it
+            place = next(p for p in self.places if self.name[p] == target)
+            if _is_leaf_value(place) and _is_leaf_value(node):
+                parent[root(place)] = root(node)
+        owner: dict[fx.Node, int] = {}
+        grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
+        aliases = self.line.attrs.get("leaf", {})
+        for place in self.places:
+            name = self.name[place]
+            number = program.owners.get(aliases.get(name, grads.get(name, name)))
+            if number is not None:
+                owner[root(place)] = min(number, owner.get(root(place), number))
+        return {n: owner.get(root(n), -1) for n in parent}
+
+    def _levels(self) -> dict[fx.Node, int]:
+        """How many reductions lie before a node."""
+        level: dict[fx.Node, int] = {}
+        for node in _in_order(self.graph.graph):
+            level[node] = max((level[a] + _reduces(a) for a in node.all_input_nodes), default=0)
+        return level
+
+    def _pack(self) -> None:
+        """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move and read."""
+        level, graph = self._levels(), self.graph.graph
+        groups: dict[tuple[int, int, torch.dtype, str], list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if _reduces(node):
+                across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
+                groups[level[node], self.owner.get(node.all_input_nodes[0], -1), node.meta["val"].dtype, str(across)].append(node)
+        last = graph.output_node()
+        for (_, owner, dtype, across), group in groups.items():
+            if len(group) == 1:
+                continue
+            scalars = [n if not across else next(u for u in n.users if u.target is all_reduce) for n in group]
+            with graph.inserting_before(last):
+                packed = graph.call_function(aten.stack.default, (group,))
+                packed.meta.update(val=torch.empty(len(group), dtype=dtype, device="meta"), reduction=True)
+                self.owner[packed] = owner
+                whole = packed
+                if across:
+                    whole = graph.call_function(all_reduce, (packed, across))
+                    whole.meta["val"] = packed.meta["val"]
+                for i, scalar in enumerate(scalars):
+                    one = graph.call_function(aten.select.int, (whole, 0, i))
+                    one.meta["val"] = scalar.meta["val"]
+                    scalar.replace_all_uses_with(one, delete_user_cb=lambda user, packed=packed: user is not packed)
+            for node, scalar in zip(group, scalars, strict=True):
+                node.meta.pop("reduction", None)
+                node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
+                if scalar is not node:
+                    graph.erase_node(scalar)
+        self.outputs = self.graph.outputs
+        _sort(graph)
+
+    def _emit(self) -> None:
+        nodes, level = list(self.graph.graph.nodes), self._levels()
+        needed = ancestors(self.outputs, stop=set())
+        stop = {n for n in nodes if n.op == "placeholder" or not _is_leaf_value(n) or n.target in (cut, all_reduce) or _reduces(n)}
+        levels = sorted({level[n] for n in nodes if n in needed and n.op != "output"})
+        for at in levels:
+            here = [n for n in nodes if n in needed and level[n] == at]
+            for node in here:
+                if node.target is num_valid:
+                    self._line("num_valid", (), node, attrs={"numel": node.args[0], "axes": self.axes})
+            self._scalars([n for n in here if self._is_scalar(n)], at, stop)
+            for node in here:
+                if node.target is cut:
+                    self._cut(node, stop)
+            reductions = [n for n in here if _reduces(n)]
+            for group in self._by_owner(reductions):
+                self._function("reduce", group, (), stop - set(group))
+            self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
+        arrays = [n for n in dict.fromkeys(self.outputs[len(self.line.writes) :]) if n not in self.name]
+        if arrays:  # metrics that are no scalars; what they read may be a view of what is overwritten next
+            self._function("metrics", arrays, (), stop - set(arrays))
+        writes = [(t, n) for t, n in zip(self.line.writes, self.outputs, strict=False) if self.name.get(n) != t]
+        for group in self._by_owner([n for t, n in writes if _is_leaf_value(n)]):
+            self._function("update", group, tuple(t for n in group for t, m in writes if m is n), stop - set(group))
+        for target, node in writes:
+            if not _is_leaf_value(node):
+                self.lines.append(Line("assign", (target, self.name[node]), writes=(target,)))
+        for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
+            if self.name[node] == value.name:
+                continue
+            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}))
+
+    def _scalar_name(self, node: fx.Node) -> str:
+        """A metric's own name, or the next number."""
+        if node in self.metric and self.metric[node].name not in self.values_named:
+            self.values_named.add(self.metric[node].name)
+            return self.metric[node].name
+        self.num_scalars += 1
+        return self.names(f"s_{self.num_scalars - 1}")
+
+    def _is_scalar(self, node: fx.Node) -> bool:
+        return node.op in ("call_function", "get_attr") and not _is_leaf_value(node) and not _reduces(node) and node.target not in (all_reduce, num_valid, cut)
+
+    def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
+        inside = set(nodes)
+        outputs = [n for n in nodes if n not in self.name and (n in self.outputs or any(u not in inside for u in n.users))]
+        if outputs:
+            self._function(f"scalars_{at}", outputs, (), stop - inside)
+
+    def _by_owner(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+        """The nodes of each block, in the order of the blocks."""
+        groups: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in nodes:
+            owner = self.owner.get(node)
+            if owner is None:
+                owner = self.owner.get(node.all_input_nodes[0], -1)
+            if node not in groups[owner]:
+                groups[owner].append(node)
+        return [groups[owner] for owner in sorted(groups)]
+
+    def _function(self, name: str, outputs: list[fx.Node], targets: tuple[str, ...], stop: set[fx.Node]) -> None:
+        """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of returning them."""
+        needed = ancestors(outputs, stop)
+        written = {p: t for p in self.places for t in targets if self.name[p] == t}
+        inputs = [n for n in self.graph.graph.nodes if n in stop and (n in needed or n in written)]
+        graph = extract(self.graph, inputs, outputs)
+        args = tuple(self.name[n] for n in inputs)
+        if not targets:
+            out = []
+            for node in outputs:
+                partial = self.axes if any(u.target is all_reduce for u in node.users) else ()
+                self.name[node] = self._scalar_name(node)
+                out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, Placement(partial=partial)))
+            self.lines.append(Line("call", args, tuple(out), self.functions.add(name, graph)))
+            return
+        places, result = graph.inputs, graph.graph.output_node()
+        new = graph.outputs
+        with graph.graph.inserting_before(result):
+            for target, value in zip(targets, new, strict=True):
+                place = places[args.index(target)]
+                graph.graph.call_function(aten.copy_.default, (place, value)).meta["val"] = place.meta["val"]
+        result.args = ((),)
+        self.lines.append(Line("call", args, (), self.functions.add(name, graph, tuple(args.index(t) for t in targets)), writes=targets))
+
+    def _cut(self, node: fx.Node, stop: set[fx.Node]) -> None:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        if source not in self.name:
+            self._function("whole", [source], (), stop - {source})
+        self._line("take_shard", (self.name[source],), node, attrs={"axes": self.axes}, placement=Placement("shard", self.axes))
+
+    def _line(self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE) -> None:
+        self.name[node] = self._scalar_name(node)
+        source = self.values.get(args[0]) if args else None
+        shape = source.shape if source is not None else tuple(node.meta["val"].shape)
+        if op == "num_valid":
+            placement = Placement("local", self.axes)
+        self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs))
+
+    def _all_reduce(self, nodes: list[fx.Node]) -> None:
+        """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel together."""
+        for op in ("sum", "max", "min"):
+            group = list(dict.fromkeys(n for n in nodes if n.args[1] == op))
+            if not group:
+                continue
+            for axis in self.axes:
+                handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
+                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
+                self.lines.append(Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer"))
+                out = []
+                for node in group:
+                    self.name[node] = self._scalar_name(node)
+                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
+                self.lines.append(Line("wait", (handle.name,), tuple(out)))
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes, each after its inputs, otherwise in their order."""
+    done: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        todo = [node]
+        while todo:
+            missing = [a for a in todo[-1].all_input_nodes if a not in done]
+            if missing:
+                todo += reversed(missing)
+            else:
+                done[todo.pop()] = None
+    return list(done)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Puts the nodes of a graph in order again."""
+    last = graph.output_node()
+    for node in _in_order(graph):
+        if node is not last:
+            last.prepend(node)
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else -1
+
+
+def _is_leaf_value(node: fx.Node) -> bool:
+    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar."""
+    return node.op in ("placeholder", "call_function") and (_numel(node) != 1 or "shard" in node.meta)
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a node makes a scalar of a leaf value: what reads it comes a level later."""
+    return "reduction" in node.meta or (is_reduction(node) and "shard" not in node.meta)

@@ -1,0 +1,356 @@
+"""Counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
+
+[Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of `n`
+elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of the
+global batch a process or micro-batch serves: with M micro-batches, rank r gives its m-th one the part `r * M + m`, and
+`dropout(key, x)` with the batch as leading dim then drops exactly what one draw for the whole batch would have dropped
+there. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every rank;
+`replicated` sets it to 0, for noise that must be the same everywhere.
+
+[Note: two operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
+`start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another shape
+and start (`sub_range`), so a rewrite can shard a draw without drawing the whole. Deriving a key is one node as well,
+`fzero::derive`. `DECOMPOSITIONS` expands both into pointwise operations for a compiler to fuse; run eagerly they work
+in place on blocks that stay in cache.
+
+Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.tree import describe
+
+_MASK = 0xFFFFFFFF
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_KINDS = {"bits": torch.int64, "uniform": torch.float32, "normal": torch.float32}
+# The high counter word tells what a counter is for. Draws count below 2**63, so theirs is below 2**31: no derived key
+# ever equals bits that were drawn from its parent.
+_SPLIT, _FOLD = 1 << 31, 3 << 30
+_CPU_BLOCK = 1 << 16  # elements per thread: three int32 buffers of it (768 KiB) stay in a core's L2 cache
+_GPU_BLOCK = 1 << 23  # elements: 96 MiB of buffers, enough to hide the launches
+
+
+def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The key of a seed, with part 0.
+
+    Args:
+        seed: a whole number from 0 to 2**64 - 1.
+        device: where the key lives; draws are made there.
+
+    Returns: int64[3], see [Note: keys and parts].
+
+    Example:
+        >>> key(7)
+        tensor([7, 0, 0])
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise FzeroTypeError(message("random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)"))
+    if not 0 <= seed < 1 << 64:
+        raise FzeroValueError(message("random.key", f"seed {seed} does not fit 64 bits", fix="choose a seed from 0 to 2**64 - 1"))
+    return torch.tensor([seed & _MASK, seed >> 32, 0], dtype=torch.int64, device=device)
+
+
+def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
+    """`n` keys, independent of each other and of everything else made from `key`; all keep its part.
+
+    Returns: int64[n, 3]; iterate over it or unpack it.
+
+    Example:
+        >>> first, second = split(key(0))
+        >>> bool((first == second).all())
+        False
+    """
+    _check_key("random.split", key)
+    if not isinstance(n, int) or n < 1:
+        raise FzeroValueError(message("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key"))
+    return DERIVE(key, torch.arange(n, device=key.device), _SPLIT)
+
+
+def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
+    """A key for `data`: a step, a layer's index; the same data gives the same key. Keeps the part.
+
+    Args:
+        key: int64[3].
+        data: a whole number from 0 to 2**62 - 1, or a 0-dim int64 tensor of one (which is not read on the host).
+
+    Returns: int64[3].
+    """
+    _check_key("random.fold_in", key)
+    if isinstance(data, torch.Tensor):
+        if data.dim() or data.is_floating_point() or data.is_complex():
+            raise FzeroTypeError(message("random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"))
+        data = data.to(device=key.device, dtype=torch.int64)
+    elif not isinstance(data, int) or isinstance(data, bool):
+        raise FzeroTypeError(message("random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"))
+    elif not 0 <= data < 1 << 62:
+        raise FzeroValueError(message("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1"))
+    else:
+        data = torch.full((), data, dtype=torch.int64, device=key.device)
+    return DERIVE(key, data, _FOLD)
+
+
+def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
+    """The same key for another part of the global batch, see [Note: keys and parts].
+
+    Args:
+        key: int64[3].
+        part: a whole number of at least 0, or a 0-dim integer tensor of one (which is not read on the host). A draw of n
+            elements needs `(part + 1) * n < 2**63`.
+
+    Returns: int64[3].
+
+    Example: two parts of two rows are one draw of four rows.
+        >>> whole, k = uniform(key(0), (4, 3)), key(0)
+        >>> halves = [uniform(with_part(k, part), (2, 3)) for part in range(2)]
+        >>> torch.equal(torch.cat(halves), whole)
+        True
+    """
+    _check_key("random.with_part", key)
+    if isinstance(part, torch.Tensor):
+        return torch.cat([key[:2], part.to(device=key.device, dtype=torch.int64).reshape(1)])
+    if not isinstance(part, int) or part < 0:
+        raise FzeroValueError(message("random.with_part", f"a part is a whole number of at least 0, not {part!r}", fix="number the parts from 0"))
+    return torch.cat([key[:2], torch.full((1,), part, dtype=torch.int64, device=key.device)])
+
+
+def replicated(key: torch.Tensor) -> torch.Tensor:
+    """The key with part 0: what it draws is the same on every rank and in every micro-batch, e.g. noise on parameters."""
+    return with_part(key, 0)
+
+
+def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, where `key` lives."""
+    return _draw("random.bits", key, shape, "bits")
+
+
+def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, minval: float = 0.0, maxval: float = 1.0) -> torch.Tensor:
+    """Independent numbers, uniform over [minval, maxval).
+
+    Drawn as a multiple of 2**-24 in float32 (fewer bits for a narrower dtype: 1 is never among them), then scaled in
+    float32 and cast; with bounds other than 0 and 1 the rounding of that may reach `maxval`.
+
+    Args:
+        key: int64[3].
+        shape: of the result.
+        dtype: any floating dtype.
+        minval, maxval: the bounds.
+    """
+    _check_dtype("random.uniform", dtype)
+    if not (math.isfinite(minval) and math.isfinite(maxval) and minval < maxval):
+        raise FzeroValueError(message("random.uniform", f"[{minval}, {maxval}) is no interval", fix="choose finite bounds with minval < maxval"))
+    out = _draw("random.uniform", key, shape, "uniform")
+    levels = min(2 / torch.finfo(dtype).eps, 2.0**24)  # of the dtype between 0 and 1, evenly spaced
+    if levels < 2.0**24:
+        out = torch.floor(out * levels) / levels
+    if (minval, maxval) != (0.0, 1.0):
+        out = out * (maxval - minval) + minval
+    return out.to(dtype)
+
+
+def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Independent standard normal numbers.
+
+    Box-Muller in float32 on two random words an element, then cast to `dtype`; no number is beyond 6.6 standard deviations.
+    The words are the same everywhere; the numbers are, up to the rounding of `log` and `cos` by a device or compiler.
+
+    Args:
+        key: int64[3].
+        shape: of the result.
+        dtype: any floating dtype.
+
+    Memory: the result in float32, and in `dtype` if that is another; 12 bytes for each of 65,536 elements a thread beside it.
+
+    Example:
+        >>> normal(key(0), (2, 3)).shape
+        torch.Size([2, 3])
+    """
+    _check_dtype("random.normal", dtype)
+    return _draw("random.normal", key, shape, "normal").to(dtype)
+
+
+def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.Tensor:
+    """Independent booleans, True with probability `p` (in steps of 2**-24)."""
+    if not 0 <= p <= 1:
+        raise FzeroValueError(message("random.bernoulli", f"p={p} is not a probability", fix="choose p from 0 to 1"))
+    return _draw("random.bernoulli", key, shape, "uniform") < p
+
+
+def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
+    """`x` with each element zeroed with probability `rate` and the others divided by `1 - rate`.
+
+    What is dropped depends on the key and on the element's place in the global batch, see [Note: keys and parts]: the
+    leading dim of `x` must be the batch (or `key` replicated, if `x` is the same on every rank).
+
+    Args:
+        key: int64[3], on the device of `x`.
+        x: any floating tensor.
+        rate: in [0, 1); 0 returns `x` itself.
+
+    Memory: 5 bytes an element, of which 1 (the mask) is kept for the backward.
+
+    Raises:
+        FzeroValueError: a rate outside [0, 1).
+
+    Paper: Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
+    """
+    if not 0 <= rate < 1:
+        raise FzeroValueError(message("random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"))
+    _check_key("random.dropout", key)
+    if rate == 0:
+        return x
+    dropped = _draw("random.dropout", key, x.shape, "uniform") < rate
+    return x.masked_fill(dropped, 0) * (1 / (1 - rate))
+
+
+def sub_range(args: Sequence[Any], lo: int, hi: int) -> tuple[Any, ...]:
+    """Arguments of `DRAW` for elements [lo, hi) of what it draws with `args`, as a flat tensor.
+
+    `hi` may exceed the number of elements, for padding: what is drawn there is arbitrary.
+    """
+    key, _, numel, start, kind = args
+    return key, [hi - lo], numel, start + lo, kind
+
+
+def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> torch.Tensor:
+    _check_key(where, key)
+    shape = list(shape)
+    return DRAW(key, shape, math.prod(shape), 0, kind)
+
+
+def _check_key(where: str, key: Any) -> None:
+    if not isinstance(key, torch.Tensor):
+        raise FzeroTypeError(message(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)"))
+    if key.dtype != torch.int64 or key.shape != (3,):
+        problems = [f"a key is int64[3], this is {describe(key)}"]
+        fix = "take one of the keys that split returned" if key.dtype == torch.int64 and key.dim() > 1 else "make one with fz.random.key(seed)"
+        raise FzeroTypeError(message(where, "not a key", problems, fix))
+
+
+def _check_dtype(where: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise FzeroTypeError(message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers"))
+
+
+def _threefry(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+    """Both words of Threefry-2x32 for whole numbers in [0, 2**32): Python's or int64 tensors.
+
+    Nothing exceeds 2**61: compiled to C++, a signed overflow would be undefined.
+    """
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
+    x0, x1 = (x0 + k0) & _MASK, (x1 + k1) & _MASK
+    for i in range(5):
+        for r in _ROTATIONS[i % 2]:
+            x0 = (x0 + x1) & _MASK
+            x1 = (((x1 << r) & _MASK) | (x1 >> (32 - r))) ^ x0
+        x0, x1 = (x0 + schedule[(i + 1) % 3]) & _MASK, (x1 + schedule[(i + 2) % 3] + (i + 1)) & _MASK
+    return x0, x1
+
+
+def _threefry_(k0: Any, k1: Any, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor) -> None:
+    """`_threefry` in place on int32 tensors, three times as fast: eager int32 additions wrap around. The words are int or int64[]."""
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
+    x0.add_(_signed(k0))
+    x1.add_(_signed(k1))
+    for i in range(5):
+        for r in _ROTATIONS[i % 2]:
+            x0.add_(x1)
+            torch.bitwise_right_shift(x1, 32 - r, out=spare)
+            spare.bitwise_and_((1 << r) - 1).add_(x1, alpha=1 << r)  # x1 rotated left by r
+            torch.bitwise_xor(spare, x0, out=x1)
+        x0.add_(_signed(schedule[(i + 1) % 3]))
+        x1.add_(_signed((schedule[(i + 2) % 3] + (i + 1)) & _MASK))
+
+
+def _signed(word: Any) -> Any:
+    """The int32 with the bits of a word in [0, 2**32)."""
+    return word - ((word >> 31) << 32)
+
+
+def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: int, kind: str) -> torch.Tensor:
+    cpu = key.device.type == "cpu"
+    k0, k1, part = key.tolist() if cpu else key.unbind()  # on an accelerator the key is not read back
+    out = torch.empty(shape, dtype=_KINDS[kind], device=key.device)
+    flat = out.view(-1)
+    size = min(flat.numel(), _CPU_BLOCK * torch.get_num_threads() if cpu else _GPU_BLOCK)
+    index = torch.arange(size, device=key.device)
+    counter, buffers = torch.empty_like(index), torch.empty((3, size), dtype=torch.int32, device=key.device)
+    for lo in range(0, flat.numel(), max(size, 1)):
+        n = min(size, flat.numel() - lo)
+        count, (x0, x1, spare) = counter[:n], buffers[:, :n].unbind()
+        torch.add(index[:n], part * numel + (start + lo), out=count)
+        x0.copy_(count)  # the low 32 bits
+        x1.copy_(count.bitwise_right_shift_(32))
+        _threefry_(k0, k1, x0, x1, spare)
+        _finish_(kind, x0, x1, spare, flat[lo : lo + n])
+    return out
+
+
+def _finish_(kind: str, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
+    if kind == "bits":
+        out.copy_(x0).bitwise_and_(_MASK)
+    elif kind == "uniform":
+        out.copy_(x0.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)).mul_(2.0**-24)
+    else:
+        out.copy_(x0.bitwise_and_(0x7FFFFFFF)).add_(1).mul_(2.0**-31).log_().mul_(-2).sqrt_()  # of a number in (0, 1]
+        out.mul_(spare.view(torch.float32).copy_(x1).mul_(math.pi * 2.0**-31).cos_())
+
+
+def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: int, kind: str) -> torch.Tensor:
+    count = torch.arange(math.prod(shape), device=key.device).reshape(shape) + (key[2] * numel + start)
+    x0, x1 = _threefry(key[0], key[1], count & _MASK, count >> 32)
+    if kind == "bits":
+        return x0
+    if kind == "uniform":
+        return (x0 >> 8).to(torch.float32) * 2.0**-24
+    radius = torch.sqrt(torch.log(((x0 & 0x7FFFFFFF).to(torch.float32) + 1) * 2.0**-31) * -2)
+    return radius * torch.cos(_signed(x1).to(torch.float32) * (math.pi * 2.0**-31))
+
+
+def _derive_eager(key: torch.Tensor, data: torch.Tensor, domain: int) -> torch.Tensor:
+    if key.device.type != "cpu" or data.numel() > 16:
+        return _derive_pointwise(key, data, domain)
+    k0, k1, part = key.tolist()  # a few keys: a hundred operations on Python's numbers are faster than on tensors
+    rows = [[*_threefry(k0, k1, d & _MASK, domain | ((d >> 32) & 0x3FFFFFFF)), part] for d in data.reshape(-1).tolist()]
+    return torch.tensor(rows, dtype=torch.int64).reshape([*data.shape, 3])
+
+
+def _derive_pointwise(key: torch.Tensor, data: torch.Tensor, domain: int) -> torch.Tensor:
+    x0, x1 = _threefry(key[0], key[1], data & _MASK, ((data >> 32) & 0x3FFFFFFF) | domain)
+    return torch.stack([x0, x1, key[2].expand(data.shape)], dim=-1)
+
+
+def _define(name: str, schema: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+    torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients
+    torch.library.register_fake(f"fzero::{name}", fake)
+    op = getattr(torch.ops.fzero, name).default
+
+    def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
+        rows = [[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
+        return torch.stack([op(*row) for row in rows]), 0
+
+    torch.library.register_vmap(f"fzero::{name}", batched)
+    return op
+
+
+DRAW: Any = _define(
+    "draw",
+    "(Tensor key, SymInt[] shape, SymInt numel, SymInt start, str kind) -> Tensor",
+    _draw_eager,
+    lambda key, shape, numel, start, kind: key.new_empty(shape, dtype=_KINDS[kind]),
+)
+DERIVE: Any = _define(
+    "derive",
+    "(Tensor key, Tensor data, int domain) -> Tensor",
+    _derive_eager,
+    lambda key, data, domain: key.new_empty([*data.shape, 3]),
+)
+DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {DRAW: _draw_pointwise, DERIVE: _derive_pointwise}
+"""What the two operators compute, as functions of pointwise operations."""

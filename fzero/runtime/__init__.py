@@ -1,0 +1,1 @@
+"""Running: functions built, programs executed, states born, ranks in agreement."""

@@ -1,0 +1,136 @@
+"""Agreement: before a program runs for the first time, all ranks compare it. Messages go through the store, not through a collective, so that a
+rank that is missing, or that failed, is an error that names it, never a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from fzero import compat
+from fzero.errors import DivergenceError, message
+from fzero.mesh import Mesh, absent
+from fzero.program.ir import Program
+from fzero.program.segment import signature
+from fzero.program.show import show
+
+
+def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
+    """What `make` returns on this rank, once every rank has made the same program and finished building it.
+
+    `make` returns a `Lowered` and a function that builds it. An error in either is raised here, and reported to the other ranks.
+
+    Communication: a few hundred bytes through the store, twice; the text of two programs if they differ.
+
+    Raises:
+        DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come in time.
+    """
+    if mesh.size == 1:
+        lowered, finish = make()
+        return lowered, finish()
+    talk = _Talk(mesh)
+    lowered, finish = talk.reporting(make)
+    text = describe(lowered.program)
+    talk.compare(text)
+    built = talk.reporting(finish)
+    talk.everyone({"ok": True})
+    return lowered, built
+
+
+def describe(program: Program) -> str:
+    """Everything two ranks must have in common, as text: the program's lines and the operations of its functions."""
+    parts = [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+    for name, function in program.functions.items():
+        parts.append(f"def {name}:")
+        parts += [f"    {line}" for line in signature(function.graph)]
+    return "\n".join(parts)
+
+
+_LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
+"""What gloo's errors say, which have no class of their own."""
+
+
+@contextmanager
+def transferring(mesh: Mesh) -> Iterator[None]:
+    """Says which error it is when a transfer fails because another rank left, or runs something else."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+        if mesh.size == 1 or not lost:
+            raise
+        fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
+        problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
+        raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)) from error
+
+
+class _Talk:
+    """One exchange after another between the ranks of a mesh."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._store = mesh, compat.default_store()
+        self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
+
+    def reporting(self, act: Callable[[], Any]) -> Any:
+        """The result of `act`; if it raises, the other ranks learn of it."""
+        try:
+            return act()
+        except BaseException as error:
+            self._store.set(self._key(self._mesh.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+
+    def compare(self, text: str) -> None:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._store.set(f"{self._key(self._mesh.rank)}/text", text)
+        notes = self.everyone({"hash": digest})
+        for rank, note in notes.items():
+            if note["hash"] != notes[0]["hash"]:
+                mine, other = (self._text(0), self._text(rank))
+                raise DivergenceError(
+                    message(
+                        "compile",
+                        f"rank {rank} would run another program than rank 0",
+                        _difference(mine, other, rank),
+                        "run the same code, flags and batch shapes on every rank",
+                    )
+                )
+
+    def everyone(self, note: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The note of every rank, once all have come.
+
+        Raises:
+            DivergenceError: naming the ranks that failed or did not come in time.
+        """
+        self._store.set(self._key(self._mesh.rank), json.dumps(note))
+        missing = absent(self._store, [self._key(rank) for rank in range(self._mesh.size)], self._mesh.timeout)
+        notes = {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing}
+        failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
+        if failed or missing:
+            fix = "look at the first rank that failed"
+            if missing:
+                fix = "call the step alike on every rank: one with a batch of another shape than before builds a program of its own, the others run the old one"
+            came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
+            raise DivergenceError(message("compile", "not every rank is ready to run", [*failed, *came], fix))
+        self._turn += 1
+        return notes
+
+    def _key(self, rank: int) -> str:
+        return f"fzero/agree/{self._id}/{self._turn}/{rank}"
+
+    def _text(self, rank: int) -> str:
+        return self._store.get(f"fzero/agree/{self._id}/0/{rank}/text").decode()
+
+
+def _difference(first: str, other: str, rank: int) -> list[str]:
+    """The first line in which two texts differ, both sides."""
+    pairs = itertools.zip_longest(first.splitlines(), other.splitlines(), fillvalue="(no such line)")
+    for number, (a, b) in enumerate(pairs, 1):
+        if a != b:
+            return [f"first difference, line {number}:", f"  rank 0: {a.strip()}", f"  rank {rank}: {b.strip()}"]
+    return []

@@ -1,0 +1,313 @@
+"""compile: a step on a mesh, ready to run. Owns what is made once: leaf tables, programs, functions.
+
+It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
+from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, zero_of
+from fzero.mesh import Mesh
+from fzero.program.ir import Program
+from fzero.program.trace import Inputs
+from fzero.runtime import agree, birth, gather
+from fzero.runtime.build import build, check_backend
+from fzero.runtime.execute import as_called, executable
+from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
+
+
+class _Compiled:
+    """What training and evaluation share: lowering once per kind of batch, and the last program that ran."""
+
+    def __init__(self, step: Any, mesh: Mesh, backend: str):
+        check_backend(backend, mesh.device)
+        self.step, self.mesh, self.backend = step, mesh, backend
+        self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._lowered: Lowered | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last. It exists from the first call on; `fz.lower` makes one without running."""
+        if self._lowered is None:
+            raise FzeroValueError(message("compile", "there is no program yet", fix="call the step once, or use fz.lower(step, mesh, params, batch).program"))
+        return self._lowered.program
+
+    def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
+        key = (id(params), tree.structure(batch), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch))
+        if key not in self._runs:
+            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
+            self._runs[key] = (lowered, run)
+        lowered, run = self._runs[key]
+        self._lowered = lowered
+        return lowered, run
+
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
+        """The program, and how to make it executable once all ranks agree on it."""
+        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch))
+
+        def finish() -> Callable[..., Any]:
+            used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
+            functions = {n: as_called(f, build(f, self.backend, self.mesh.device)) for n, f in lowered.program.functions.items() if n in used}
+            return executable(lowered.program, functions, self.mesh)
+
+        return lowered, finish
+
+
+class CompiledStep(_Compiled):
+    """A training step on a mesh. Made by `compile`."""
+
+    def __init__(self, step: Step, mesh: Mesh, backend: str):
+        super().__init__(step, mesh, backend)
+        self._params: Inputs | None = None
+        self._of: tuple[Any, Any] | None = None  # the trees of the state that was checked last; self._params describes the first
+
+    def init(self, params: Any, key: torch.Tensor | None = None) -> State:
+        """The first state, sharded from birth.
+
+        Args:
+            params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
+            key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
+
+        Communication: none: every rank computes its own shards.
+        Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
+            made shard by shard, what cannot be is made whole and cut.
+
+        Raises:
+            FzeroTypeError: leaves that are not tensors.
+            TraceError: an init function that draws from torch's global generator instead of its key.
+        """
+        key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
+        if callable(params):
+            shapes = abstract(params)
+            inputs = params_inputs(self.step, self.mesh, shapes)
+            made = birth.from_function(params, key, inputs, self.mesh)
+        else:
+            check_params(params)
+            inputs = params_inputs(self.step, self.mesh, params)
+            flat = tree.leaves(params)
+            made = {i: shard(flat[i], inputs.leaves[i], self.mesh) for i in inputs.distinct}
+        for i, x in made.items():
+            place(x, inputs.leaves[i], self.mesh)
+        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        opt = birth.opt_state(self.step, inputs, opt_inputs, made, self.mesh)
+        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
+
+    def restore(self, path: str | Path, params: Any = None) -> State:
+        """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
+
+        Args:
+            path: a checkpoint directory, or the directory of checkpoints (its latest).
+            params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
+                called with, else what the checkpoint says.
+
+        Communication: none: every rank reads the ranges it needs.
+        Memory: this rank's part of the state.
+
+        Raises:
+            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+        """
+        from fzero import checkpoint
+
+        saved = checkpoint.structure(path)
+        if params is not None:
+            inputs = params_inputs(self.step, self.mesh, abstract(params) if callable(params) else params)
+        elif self._params is not None:
+            inputs = self._params
+        else:
+            inputs = params_inputs(self.step, self.mesh, saved.params)
+        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        meta = _abstract_state(inputs, opt_inputs)
+        names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
+        checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        read = checkpoint.read(path, names, self.mesh)
+        by_path = {leaf.path: read[n] for n, leaf in names.items()}
+        made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
+        opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
+        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], {})
+
+    def gather(self, state: State) -> State:
+        """The whole state as plain host tensors, on every rank.
+
+        Communication: one all_gather a sharded leaf. Memory: the whole state in host memory: for small models and tests.
+        """
+        return gather.whole(state, self.mesh)
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """One step. `state` is donated: its tensors are written in place and are those of the returned state.
+
+        Args:
+            state: from `init` or `restore`.
+            batch: this rank's part of the global batch, the same shapes on every rank.
+
+        Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
+            mesh, as 0-dim tensors that have not been waited for.
+        """
+        params = self._inputs(state)
+        flat, structure = tree.flatten(batch)
+        lowered, run = self._run_for(params, batch, flat)
+        device = self.mesh.device
+        batch = tree.unflatten(structure, [x.detach().to(device, non_blocking=True).contiguous() for x in flat])
+        with torch.no_grad(), agree.transferring(self.mesh):
+            outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
+        return state, tree.unflatten(lowered.structure, outputs)
+
+    def _inputs(self, state: State) -> Inputs:
+        if not isinstance(state, State):
+            raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with train.init or train.restore"))
+        if self._of is None or state.params is not self._of[0] or state.opt_state is not self._of[1]:
+            check_params(state.params)
+            found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
+            expected = params_inputs(self.step, self.mesh, abstract_params(found))
+            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected))
+            if wrong:
+                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, "make it with this step's init or restore"))
+            if self._params is None or (self._params.leaves, self._params.ties, self._params.structure) != (found.leaves, found.ties, found.structure):
+                self._params = found
+            self._of = (state.params, state.opt_state)
+        assert self._params is not None
+        return self._params
+
+    def _state(
+        self,
+        params: Inputs,
+        opt_state: Inputs,
+        made: dict[int, torch.Tensor],
+        opt: dict[int, torch.Tensor],
+        step: torch.Tensor,
+        key: torch.Tensor,
+        extras: dict[str, Any],
+    ) -> State:
+        leaves = extra_leaves()
+        for inputs, values in ((params, made), (opt_state, opt)):
+            for i, x in values.items():
+                place(x, inputs.leaves[i], self.mesh)
+        step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
+        key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
+        state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
+        self._params, self._of = params, (state.params, state.opt_state)
+        return state
+
+
+class CompiledEval(_Compiled):
+    """A forward-only step on a mesh. Made by `compile`."""
+
+    def __init__(self, step: EvalStep, mesh: Mesh, backend: str):
+        super().__init__(step, mesh, backend)
+        self._inputs_of: tuple[Any, Inputs] | None = None
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        """The outputs of `fn(params, *batch)`.
+
+        Args:
+            params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
+            *batch: this rank's part of every argument.
+        """
+        if self._inputs_of is None or self._inputs_of[0] is not params:
+            self._inputs_of = (params, self._expect(params))
+        inputs = self._inputs_of[1]
+        flat, structure = tree.flatten(batch)
+        lowered, run = self._run_for(inputs, batch, flat)
+        batch = tree.unflatten(structure, [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat])
+        with torch.no_grad(), agree.transferring(self.mesh):
+            outputs = run(params, batch)
+        return tree.unflatten(lowered.structure, outputs)
+
+    def _expect(self, params: Any) -> Inputs:
+        check_params(params)
+        found = placed_inputs(params, self.mesh)
+        expected = params_inputs(self.step, self.mesh, abstract_params(found))
+        wrong = _differences(found, expected)
+        if wrong:
+            raise FzeroValueError(
+                message(
+                    "eval_step", "the parameters rest otherwise than this evaluation expects", wrong, "apply to eval_step the transforms of the training step"
+                )
+            )
+        for old, _ in list(self._runs.values()):
+            if (old.params.leaves, old.params.ties, old.params.structure) == (found.leaves, found.ties, found.structure):
+                return old.params
+        return found
+
+
+def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: None = None, backend: str = "inductor") -> Any:
+    """A step on a mesh, ready to run.
+
+    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles
+    each distinct block once and runs.
+
+    Args:
+        step: from `train_step` or `eval_step`, with its transforms.
+        mesh: from `make_mesh`.
+        memory_budget: None. The order of lines keeps two blocks' gathered parameters alive whatever the device; a budget is refused.
+        backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program operation by operation.
+
+    Returns: a `CompiledStep` or a `CompiledEval`.
+
+    Raises:
+        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1)))
+        >>> train = compile(step, fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init({"w": torch.ones(2)})
+        >>> state, metrics = train(state, torch.ones(4, 2))
+        >>> metrics["loss"], state.params["w"]
+        (tensor(4.), tensor([0.6000, 0.6000]))
+    """
+    if not isinstance(step, (Step, EvalStep)):
+        raise FzeroTypeError(message("compile", f"compiles a step, not {type(step).__name__}", fix="wrap the loss: fz.train_step(loss_fn, optimizer)"))
+    if memory_budget is not None:
+        raise FzeroValueError(message("compile", f"memory_budget={memory_budget!r}: this release does not plan memory", fix="leave it None"))
+    if not isinstance(mesh, Mesh):
+        fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
+        raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
+    zero_of(step, mesh)
+    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend)  # type: ignore[arg-type]
+
+
+def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
+    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole."""
+    flat, structure = tree.flatten(values)
+    leaves = []
+    for path, x in zip(tree.paths(values, role), flat, strict=True):
+        known = leaf_of(x)
+        leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
+    return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def _differences(found: Inputs, expected: Inputs) -> list[str]:
+    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them."""
+    if found.structure != expected.structure:
+        here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
+        missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
+        return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
+    pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
+    return [f"{a.path}: {_rests(a)} in the state, {_rests(b)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
+
+
+def _abstract_state(params: Inputs, opt_state: Inputs) -> State:
+    scalar = torch.empty((), dtype=torch.int64, device="meta")
+    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {})
+
+
+def _leaves(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+    """In the order of a flattened State; a tied leaf is the first of its ties."""
+    extra = extra_leaves()
+    return [extra["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, extra["key"]]
+
+
+def _rests(leaf: Leaf) -> str:
+    whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    return f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"

@@ -1,0 +1,28 @@
+"""The whole state on every rank: for small models, tests and looking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.comm.collectives import all_gather_start, wait
+from fzero.layout import leaf_of
+from fzero.mesh import Mesh
+
+
+def whole(state: Any, mesh: Mesh) -> Any:
+    """A tree of plain host tensors with the whole value of every leaf; ties stay ties."""
+    done: dict[int, torch.Tensor] = {}
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in done:
+            known = leaf_of(x)
+            value = x.detach()
+            if known is not None and known[0].layout.axes:
+                (value,) = wait(all_gather_start(mesh, [value], known[0].layout.axes[0]), [known[0].shape])
+            done[id(x)] = value.to("cpu", copy=True)
+        return done[id(x)]
+
+    return tree.map(gather, state)

@@ -1,0 +1,281 @@
+"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference semantics.
+
+A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions eagerly
+through torch.func, whatever its transforms: they change how a step is carried out, not what it means.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.layout import ties
+from fzero.optim import GradientTransformation, global_norm
+from fzero.program.base import Weighted, apply_optimizer, flatten_means, split_loss
+from fzero.program.record import plainly
+
+Predicate = Callable[[str, torch.Tensor], bool]
+
+INIT_STREAM = 0x1717
+"""What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
+
+
+class State(NamedTuple):
+    """Everything a step carries over. A pytree."""
+
+    step: torch.Tensor  # int64[]: how many steps have been taken
+    params: Any
+    opt_state: Any
+    key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
+    extras: dict[str, Any]  # what transforms carry
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step. Made by `train_step`."""
+
+    loss_fn: Callable[..., Any]
+    optimizer: GradientTransformation
+    has_aux: bool = False
+    trainable: Predicate | None = None
+    transforms: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+
+    def trains(self, params: Any) -> list[bool]:
+        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts."""
+        meta = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+        return [
+            x.is_floating_point() and (self.trainable is None or bool(self.trainable(p, x)))
+            for p, x in zip(tree.paths(params, "params"), tree.leaves(meta), strict=True)
+        ]
+
+    def optimized(self, params: Any) -> Any:
+        """The parameters as the optimizer sees them: None for a leaf that is not trained, and for every tie but the first."""
+        flat, structure = tree.flatten(params)
+        first = ties(flat)
+        return tree.unflatten(structure, [x if keep and first[i] == i else None for i, (x, keep) in enumerate(zip(flat, self.trains(params), strict=True))])
+
+    def init(self, params: Any, key: torch.Tensor | None = None) -> State:
+        """The first state.
+
+        Args:
+            params: a pytree of tensors, or a function of a key that returns one.
+            key: int64[3]; the state's key derives from it. By default `fz.random.key(0)`.
+
+        Raises:
+            FzeroTypeError: a leaf that is not a tensor.
+        """
+        key = fzrandom.key(0) if key is None else key
+        if callable(params):
+            check_init(params)
+            params = params(key)
+        check_params(params)
+        leaves, structure = tree.flatten(params)
+        copies: dict[int, torch.Tensor] = {}
+        params = tree.unflatten(structure, [copies.setdefault(i, leaves[i].detach().clone()) for i in ties(leaves)])
+        return State(torch.zeros((), dtype=torch.int64), params, self.optimizer.init(self.optimized(params)), fzrandom.fold_in(key, INIT_STREAM), {})
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """One step, eagerly, on one device, the whole batch at once: what every transform of it must equal.
+
+        Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`.
+        """
+        if not isinstance(state, State):
+            raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with step.init"))
+        check_batch(batch)
+        leaves, structure = tree.flatten(state.params)
+        first = ties(leaves)
+        trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
+        kwargs = {"key": fzrandom.fold_in(state.key, state.step)} if wants_key(self.loss_fn) else {}
+
+        made: dict[str, Any] = {}
+
+        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            at = dict(zip(trained, values, strict=True))
+            params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
+            parts, aux = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux)
+            flatten_means(aux)
+            flat, made["aux"] = tree.flatten(aux)
+            return parts.total if parts.count is None else parts.total / parts.count, flat
+
+        if not trained:
+            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+        with plainly("train_step"):
+            flat, (value, aux_leaves) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
+        by_index, aux = dict(zip(trained, flat, strict=True)), tree.unflatten(made["aux"], aux_leaves)
+        grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
+        norm = global_norm(grads)
+        new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
+        new = dict(zip(trained, tree.leaves(new_params), strict=True))
+        params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
+        metrics: dict[str, Any] = {"loss": value, "grad_norm": norm, "finite": torch.isfinite(value) & torch.isfinite(norm)}
+        if tree.leaves(aux):
+            metrics["aux"] = tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, aux, is_leaf=lambda x: isinstance(x, Weighted))
+        return State(state.step + 1, params, opt_state, state.key, state.extras), metrics
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """A forward-only step. Made by `eval_step`."""
+
+    fn: Callable[..., Any]
+    transforms: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        """The function, eagerly, without gradients."""
+        with torch.no_grad():
+            result = self.fn(params, *batch)
+        return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
+
+
+def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *, has_aux: bool = False, trainable: Predicate | None = None) -> Step:
+    """A training step from a loss and an optimizer.
+
+    Args:
+        loss_fn: `(params, batch) -> loss`, a 0-dim floating-point tensor, the mean over the batch; or `fz.weighted(total, count)`; or
+            `(loss, aux)` with `has_aux`. A keyword-only parameter `key` receives the step's PRNG key.
+        optimizer: a pair `init(params)`, `update(grads, opt_state, params)`: see `fzero.optim`.
+        has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over ranks and
+            micro-batches, `fz.weighted` ones exactly.
+        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves are never trained.
+
+    Memory and communication: none until it is compiled; each transform says what it adds.
+
+    Raises:
+        FzeroTypeError: an optimizer without `init` and `update`.
+
+    Example:
+        >>> import torch
+        >>> from fzero import optim
+        >>> step = train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), optim.sgd(0.1))
+        >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(4, 2))
+        >>> metrics["loss"], state.params["w"]
+        (tensor(4.), tensor([0.6000, 0.6000]))
+    """
+    problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
+    if trainable is not None and not callable(trainable):
+        problems.append(f"trainable is {type(trainable).__name__}, not a predicate of (path, leaf)")
+    if callable(loss_fn) and not _takes(loss_fn):
+        problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
+    if problems:
+        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, "write loss_fn(params, batch), or loss_fn(params, batch, *, key)"))
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise FzeroTypeError(
+            message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
+        )
+    return Step(loss_fn, optimizer, has_aux, trainable)
+
+
+def eval_step(fn: Callable[..., Any]) -> EvalStep:
+    """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
+
+    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own.
+
+    Example:
+        >>> import torch
+        >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
+        tensor([2., 2., 2.])
+    """
+    return EvalStep(fn)
+
+
+def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
+    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of any size.
+
+    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not.
+
+    Args:
+        total: 0-dim floating-point tensor, the sum.
+        count: how many were summed: a number or a 0-dim tensor.
+
+    Example:
+        >>> import torch
+        >>> weighted(torch.tensor(6.0), 3).count
+        tensor(3.)
+    """
+    problems = [] if isinstance(total, torch.Tensor) else [f"total is {type(total).__name__}, not a tensor"]
+    if not isinstance(count, (torch.Tensor, int, float)):
+        problems.append(f"count is {type(count).__name__}, neither a number nor a tensor")
+    if problems:
+        raise FzeroTypeError(message("weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"))
+    if not isinstance(count, torch.Tensor):
+        count = torch.full((), float(count), dtype=torch.float32, device=total.device)
+    return Weighted(total, count)
+
+
+def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several transforms as one. Their order does not matter: transforms commute."""
+
+    wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transforms) if not callable(t) or isinstance(t, (Step, EvalStep))]
+    if wrong:
+        raise FzeroTypeError(message("compose", "takes transforms", wrong, "fz.compose(fz.shard_params(axis='data'), ...)(step)"))
+
+    def apply(step: Any) -> Any:
+        for transform in transforms:
+            step = transform(step)
+        return step
+
+    return apply
+
+
+def wants_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function has a keyword-only parameter `key`."""
+    parameter = inspect.signature(loss_fn).parameters.get("key")
+    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def _takes(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called as a loss; where Python cannot tell, yes."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None, **({"key": None} if wants_key(loss_fn) else {}))
+    except TypeError:
+        return False
+    return True
+
+
+def check_init(init_fn: Any) -> None:
+    """Raises if what should be an init function is a module."""
+    if isinstance(init_fn, torch.nn.Module):
+        fix = "pass dict(module.named_parameters()), and call the module with torch.func.functional_call"
+        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+
+
+def _not_dense(value: Any, root: str) -> list[str]:
+    """What is wrong with the leaves of a tree that should be dense tensors."""
+    named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
+    kinds = [(p, type(x).__name__ if not isinstance(x, torch.Tensor) else "" if x.layout is torch.strided else str(x.layout)) for p, x in named]
+    return [f"{p}: {kind}" for p, kind in kinds if kind]
+
+
+def check_batch(batch: Any) -> None:
+    """Raises naming every leaf that is not a dense tensor."""
+    wrong = _not_dense(batch, "batch")
+    if wrong:
+        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
+
+
+def check_params(params: Any) -> None:
+    """Raises naming every leaf that is not a dense tensor."""
+    leaves, wrong = tree.leaves(params), _not_dense(params, "params")
+    if wrong or not leaves:
+        raise FzeroTypeError(
+            message("init", "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
+        )

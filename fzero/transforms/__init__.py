@@ -1,0 +1,1 @@
+"""Transforms: Step -> Step. Each file is one transform: what it promises, its rewrite, its errors."""

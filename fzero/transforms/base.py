@@ -1,0 +1,61 @@
+"""What every transform is: a frozen record of what is wanted. Applying it adds the record to the step, nothing more.
+
+Records commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
+same program. A record that contradicts one already there raises at once and names both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from fzero.errors import FzeroTypeError, TransformError, message
+
+if TYPE_CHECKING:
+    from fzero.step import EvalStep, Step
+
+T = TypeVar("T", bound="Transform")
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A record. `order` is its place in the canonical order."""
+
+    order: ClassVar[int] = 0
+    name: ClassVar[str] = ""
+
+    def __call__(self, step: Any) -> Any:
+        """The step with this record added."""
+        if not hasattr(step, "transforms"):
+            raise FzeroTypeError(
+                message(self.name, f"transforms a step, not {type(step).__name__}", fix=f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
+            )
+        for other in step.transforms:
+            if other == self:
+                return step
+            reason = self.conflict(other) or other.conflict(self)
+            if reason:
+                raise TransformError(message(self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"))
+        return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
+
+    def conflict(self, other: Transform) -> str | None:
+        """Why this and `other` cannot both hold, or None. Two different records of one kind never can."""
+        return f"two different {self.name}" if type(self) is type(other) else None
+
+    def __str__(self) -> str:
+        shown = [f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) is not None]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def applied(record: Transform, step: Step | EvalStep | None) -> Any:
+    """The transformed step, or the transform itself when called without a step."""
+    return record if step is None else record(step)
+
+
+def find(transforms: tuple[Transform, ...], kind: type[T]) -> T | None:
+    """The record of a kind, if the step has one."""
+    return next((t for t in transforms if isinstance(t, kind)), None)
+
+
+def _show(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,103 @@
+"""Pytrees: one way to flatten, name and rebuild nested containers of tensors.
+
+Built on optree. Dict keys are sorted, so two dicts with the same items flatten alike in any insertion order; `None` is
+an empty node, not a leaf; plain dataclasses are containers and need no registration. A leaf is named by its path,
+`params['layers'][3]['qkv']`, in errors and programs, and by its dotted name, `layers.3.qkv`, in checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch
+
+Tree = Any
+TreeSpec = optree.PyTreeSpec
+
+_NAMESPACE = "fzero"
+_registered: set[type] = set()
+
+
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Leaves in a fixed order, and what is needed to rebuild the tree. Where `is_leaf` holds, a container is a leaf."""
+    leaves, spec = optree.tree_flatten(tree, is_leaf, namespace=_NAMESPACE)
+    if _register(leaves):
+        return flatten(tree, is_leaf)
+    return leaves, spec
+
+
+def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Tree:
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    return flatten(tree)[0]
+
+
+def structure(tree: Tree) -> TreeSpec:
+    return flatten(tree)[1]
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container is a leaf."""
+    flatten(tree, is_leaf)  # registers dataclasses
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_NAMESPACE)
+
+
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
+    """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in `paths`."""
+    flat, spec = flatten(tree)
+    others = [spec.flatten_up_to(r) for r in rest]  # not `leaves(r)`: as many leaves under other names are not the same structure
+    return unflatten(spec, [fn(*args) for args in zip(paths(tree, root), flat, *others, strict=True)])
+
+
+def paths(tree: Tree, root: str = "") -> list[str]:
+    """The path of every leaf as Python would write it: `root['layers'][3].weight`."""
+    return [root + "".join(entry.codify() for entry in accessor) for accessor in _accessors(tree)]
+
+
+def names(tree: Tree) -> list[str]:
+    """The dotted name of every leaf: `layers.3.qkv`."""
+    return [".".join(_key(entry) for entry in accessor) for accessor in _accessors(tree)]
+
+
+def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree:
+    """The tree with `None` in the place of every leaf for which `keep(path, leaf)` is false."""
+    return map_with_path(lambda path, leaf: leaf if keep(path, leaf) else None, tree, root=root)
+
+
+def describe(leaf: Any) -> str:
+    """`float32[3, 4]` for a tensor, the type's name for anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(n) for n in leaf.shape)}]"
+    return type(leaf).__name__
+
+
+def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:
+    flatten(tree)
+    return optree.tree_accessors(tree, namespace=_NAMESPACE)
+
+
+def _key(entry: Any) -> str:
+    if isinstance(entry, (optree.NamedTupleEntry, optree.DataclassEntry)):
+        return str(entry.field)
+    return str(entry.entry)
+
+
+def _register(flat: Iterable[Any]) -> bool:
+    """Makes containers of the dataclasses found among the leaves; True if there was a new one."""
+    found: set[Any] = {type(x) for x in flat if dataclasses.is_dataclass(x) and not isinstance(x, type)} - _registered
+    for cls in found:
+        fields = tuple(f.name for f in dataclasses.fields(cls) if f.init)
+        optree.register_pytree_node(
+            cls,
+            lambda x, fields=fields: (tuple(getattr(x, f) for f in fields), None, fields),
+            lambda _, children, cls=cls, fields=fields: cls(**dict(zip(fields, children, strict=True))),
+            path_entry_type=optree.GetAttrEntry,
+            namespace=_NAMESPACE,
+        )
+        _registered.add(cls)
+    return bool(found)

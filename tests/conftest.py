@@ -1,0 +1,53 @@
+"""What every test can ask for: `run_ranks`, and a compiler cache that starts empty."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from pool import Pool
+
+# The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit. No deadline: the machine is shared.
+hypothesis.settings.register_profile("fzero", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("fzero")
+
+_inductor_cache: tempfile.TemporaryDirectory | None = None
+
+
+def pytest_configure() -> None:
+    """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR to keep them from run to run."""
+    global _inductor_cache
+    torch.set_num_threads(1)  # as on every rank: with more, a matrix product sums in another order
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        _inductor_cache = tempfile.TemporaryDirectory(prefix="fzero-inductor-", ignore_cleanup_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+
+
+def pytest_unconfigure() -> None:
+    if _inductor_cache is not None:
+        _inductor_cache.cleanup()
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """The session's worker processes (none until a test runs something on them)."""
+    pool = Pool(tmp_path_factory.mktemp("pool"), pytestconfig.getini("filterwarnings"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
+    """`run_ranks(n, fn, *args, timeout=120, expect_error=False, **kwargs)`: `fn` on n real ranks, results in rank order.
+
+    `fn` is a module-level function; inside, `fzero.make_mesh(data=n)` works as under torchrun. Arguments and results are pickled, tensors by value.
+    A rank that raises fails the test with every rank's traceback, or with `expect_error=True` is returned as a `pool.RaisedOnRank`.
+    """
+    return pool.run

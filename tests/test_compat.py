@@ -1,0 +1,207 @@
+"""What we rely on of each private PyTorch name in fzero/compat.py: the first tests to run against a new release."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+import fzero as fz
+from fzero import compat
+
+aten = torch.ops.aten
+
+
+def test_the_release_is_supported():
+    major, minor = (int(x) for x in torch.__version__.split(".")[:2])
+    assert (2, 11) <= (major, minor) < (2, 14)
+
+
+def test_private_names_are_in_one_file():
+    """compat.py is the only file of the package with a name of torch that begins with an underscore, but for the functional collectives."""
+    allowed = {"compat.py": ("",), "collectives.py": ("torch.ops._c10d_functional",)}
+    found = []
+    for file in Path(fz.__file__).parent.rglob("*.py"):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            at = [i for i in (line.find("torch._"), line.find("torch.ops._"), line.find("torch.testing._")) if i >= 0]
+            if at and not any(a in line for a in allowed.get(file.name, ("\0",))) and not line.lstrip().startswith(("#", '"')):
+                found.append(f"{file.name}:{number}: {line.strip()}")
+    assert not [f for f in found if "torch._inductor" not in f], found
+
+
+def test_fake_tensors_have_shapes_and_no_memory():
+    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = torch.empty(1 << 40, 4)
+        y = x + torch.ones(4)
+        assert isinstance(y, compat.FakeTensor) and y.shape == (1 << 40, 4) and y.device.type == "cpu"
+        real = torch.nn.Parameter(torch.ones(2))
+    assert isinstance(mode.from_tensor(torch.ones(3)), compat.FakeTensor)
+    del real
+
+
+def test_asking_a_fake_tensor_for_its_value_raises_what_we_catch():
+    with compat.FakeTensorMode():
+        x = torch.ones(3)
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.sum().item()
+        with pytest.raises(compat.DATA_DEPENDENT):
+            bool(x[0] > 0)
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.nonzero()
+
+
+class Seen(compat.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_every_operation_below_autograd():
+    with Seen() as seen:
+        x = torch.ones(3, requires_grad=True)
+        torch.autograd.grad((x * 2).sum(), [x])
+    assert aten.mul.Tensor in seen.ops and aten.sum.default in seen.ops and aten.expand.default in seen.ops
+    assert seen.ops.count(aten.mul.Tensor) == 2  # forward and backward
+
+
+def test_no_modes_leaves_all_of_them_and_comes_back():
+    with Seen() as seen, compat.FakeTensorMode():
+        with compat.no_modes():
+            assert not isinstance(torch.ones(2) + 1, compat.FakeTensor)
+        before = list(seen.ops)
+        assert isinstance(torch.ones(2), compat.FakeTensor)
+    assert aten.add.Tensor not in before
+
+
+def test_functorch_is_noticed():
+    seen = []
+
+    def fn(x):
+        seen.append(compat.functorch_active())
+        return x.sum()
+
+    torch.func.grad(fn)(torch.ones(2))
+    torch.func.vmap(fn)(torch.ones(2, 2))
+    fn(torch.ones(2))
+    assert seen == [True, True, False]
+    assert not compat.functorch_active()
+
+
+def joint_graph() -> tuple[fx.GraphModule, dict[str, fx.Node]]:
+    """out = sin(w^T-view matmul x); the gradient of w reads sin's input and the view."""
+    graph, made = fx.Graph(), {}
+
+    def emit(name, target, *args):
+        node = graph.placeholder(name) if target is None else graph.call_function(target, args)
+        made[name] = node
+        node.meta["val"] = VALUES[name]
+        return node
+
+    VALUES = {n: torch.empty(8, 8, device="meta") for n in ("primals_1", "primals_2", "tangents_1", "view", "mm", "sin", "cos", "d_mm", "back", "grad", "d_x")}
+    w, x, t = emit("primals_1", None), emit("primals_2", None), emit("tangents_1", None)
+    view = emit("view", aten.t.default, w)
+    mm = emit("mm", aten.mm.default, x, view)
+    sin = emit("sin", aten.sin.default, mm)
+    cos = emit("cos", aten.cos.default, mm)
+    d_mm = emit("d_mm", aten.mul.Tensor, t, cos)
+    back = emit("back", aten.t.default, d_mm)
+    grad = emit("grad", aten.mm.default, back, x)
+    d_x = emit("d_x", aten.mm.default, d_mm, view)
+    graph.output((sin, grad, d_x))
+    return fx.GraphModule({}, graph), made
+
+
+def test_min_cut_saves_the_product_and_never_what_is_to_be_recomputed():
+    module, made = joint_graph()
+    saved = compat.min_cut(module, 1, set())
+    assert made["mm"].name in saved or made["cos"].name in saved  # no matrix product is repeated
+    module, made = joint_graph()
+    saved = compat.min_cut(module, 1, {made["view"]})
+    assert made["view"].name not in saved
+    assert saved <= {n.name for n in module.graph.nodes}
+
+
+def test_inductor_compiles_a_graph_without_guards(tmp_path):
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    example = torch.ones(64, 64)
+    for node in (x, y):
+        node.meta["val"] = example
+    z = graph.call_function(aten.add.Tensor, (x, y))
+    w = graph.call_function(aten.sin.default, (z,))
+    written = graph.call_function(aten.copy_.default, (x, w))
+    for node in (z, w, written):
+        node.meta["val"] = example
+    graph.output((w,))
+    run = compat.inductor_compile(fx.GraphModule({}, graph), [example, example.clone()])
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    want = (a + b).sin()
+    (got,) = run(a, b)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(a, want)  # an input that the graph writes is written in place
+
+
+def test_native_bf16_is_a_fact_of_the_device():
+    assert compat.native_bf16(torch.device("cpu")) in (True, False)
+    assert compat.native_bf16(torch.device("cuda")) is True
+
+
+def test_operators_are_known():
+    assert compat.is_operator(aten.add.Tensor) and not compat.is_operator(operator.getitem) and not compat.is_operator(torch.add)
+
+
+def run_store(rank_key: str) -> tuple[int, bytes]:
+    mesh = fz.make_mesh(data=-1)
+    store = compat.default_store()
+    assert isinstance(store, dist.Store)
+    count = store.add("counted", 1)
+    store.set(f"{rank_key}{mesh.rank}", str(mesh.rank))
+    store.wait([f"{rank_key}{1 - mesh.rank}"])
+    return count, store.get(f"{rank_key}{1 - mesh.rank}")
+
+
+def test_the_store_is_shared_by_the_ranks(run_ranks):
+    results = run_ranks(2, run_store, "note")
+    assert sorted(count for count, _ in results) == [1, 2]
+    assert [text for _, text in results] == [b"1", b"0"]
+
+
+def test_views_are_known():
+    assert compat.is_view(aten.view.default) and compat.is_view(aten.t.default) and compat.is_view(aten.select.int) and compat.is_view(aten.expand.default)
+    assert not compat.is_view(aten.add.Tensor) and not compat.is_view(aten.clone.default) and not compat.is_view(operator.getitem)
+
+
+def run_collectives() -> list[torch.Tensor]:
+    """The functional collectives, in the forms comm/collectives.py uses."""
+    from fzero.comm import collectives as c
+
+    mesh = fz.make_mesh(data=-1)
+    rank, size = mesh.rank, mesh.size
+    shards = [torch.full((2,), float(rank)), torch.full((3,), rank, dtype=torch.int64), torch.full((1,), rank == 0)]
+    out = list(c.wait(c.all_gather_start(mesh, shards, "data"), [(2 * size,), (3 * size,), (size,)]))
+    out += c.wait(c.reduce_scatter_start(mesh, [torch.arange(7.0) + rank, torch.ones(2, 3, dtype=torch.bfloat16)], "data", "sum"))
+    out += c.wait(c.all_reduce_start(mesh, [torch.tensor(rank + 1.0), torch.ones(3)], "data", "sum"))
+    out += c.wait(c.all_reduce_start(mesh, [torch.tensor(rank + 1.0), torch.tensor(rank, dtype=torch.int32)], "data", "max"))
+    return out
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_functional_collectives_on_gloo(run_ranks, size):
+    for rank, out in enumerate(run_ranks(size, run_collectives)):
+        floats, integers, flags, scattered, halves, one, three, largest, index = out
+        assert torch.equal(floats, torch.arange(float(size)).repeat_interleave(2))
+        assert torch.equal(integers, torch.arange(size).repeat_interleave(3))
+        assert torch.equal(flags, torch.arange(size) == 0)
+        whole = torch.nn.functional.pad(torch.arange(7.0) * size + size * (size - 1) / 2, (0, -7 % size))
+        assert torch.equal(scattered, whole.chunk(size)[rank])
+        assert torch.equal(halves, torch.full((6 // size,), float(size), dtype=torch.bfloat16))
+        assert one == size * (size + 1) / 2 and torch.equal(three, torch.full((3,), float(size)))
+        assert largest == size and index == size - 1 and index.dtype == torch.int32

@@ -1,0 +1,190 @@
+"""Ranks that would not run the same program: an error on every rank within seconds that shows where they differ, never a hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+
+SECONDS = 25.0
+"""By when every rank must have raised; what is waited for (`make_mesh(timeout=)`) is ten minutes by default."""
+
+
+def parts(scale: float = 1.0, layers: int = 2, lr: float = 0.1, batch: torch.Tensor | None = None, transform: Any = None, raises: Any = None) -> Any:
+    """A small model with everything that can differ between ranks."""
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"]) * scale
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params["layers"]:
+            x = layer(p, x)
+        if raises is not None:
+            raise raises
+        return (x * params["scale"]).pow(2).mean()
+
+    params = {"layers": [{"w": torch.eye(4)} for _ in range(layers)], "scale": torch.ones(4)}
+    step = fz.compose(fz.shard_params(), transform or fz.remat("full"))(fz.train_step(loss_fn, optim.adamw(lr)))
+    return step, params, torch.ones(2, 4) if batch is None else batch
+
+
+def _runs(rank_of_change: int, changes: dict[str, Any], size: int) -> float:
+    mesh = fz.make_mesh(data=size)
+    step, params, batch = parts(**(changes if mesh.rank == rank_of_change else {}))
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init(params)
+    started = time.monotonic()
+    try:
+        train(state, batch)
+    except Exception as error:
+        assert time.monotonic() - started < SECONDS
+        raise error from None
+    return time.monotonic() - started
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a constant in a block": ({"scale": 2.0}, "1.0", "2.0"),
+    "a learning rate": ({"lr": 0.2}, "0.1", "0.2"),
+    "the number of layers": ({"layers": 3}, "params['scale']", "params['layers'][2]['w']"),
+    "the shape of the batch": ({"batch": torch.ones(3, 4)}, "[2, 4]", "[3, 4]"),
+    "the dtype of the batch": ({"batch": torch.ones(2, 4, dtype=torch.float64)}, "float32[2, 4]", "float64[2, 4]"),
+    "a transform": ({"transform": fz.accumulate(2)}, "remat", "accumulate"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_one_rank_differs(run_ranks: Any, name: str) -> None:
+    changes, here, there = DIFFERENCES[name]
+    changed = 1
+    ranks = run_ranks(2, _runs, changed, changes, 2, expect_error=True, timeout=60)
+    for r in ranks:
+        assert r.type == "DivergenceError", r
+        lines = r.message.splitlines()
+        assert "rank 1 would run another program than rank 0" in lines[0] and lines[-1].startswith("Fix: ")
+        at = next(i for i, line in enumerate(lines) if "first difference, line" in line)
+        assert lines[at + 1].strip().startswith("rank 0: ") and here in lines[at + 1]
+        assert lines[at + 2].strip().startswith("rank 1: ") and there in lines[at + 2]
+        assert lines[at + 1].split(": ", 1)[1] != lines[at + 2].split(": ", 1)[1]
+    assert ranks[0].message == ranks[1].message
+
+
+def test_the_last_of_three_differs(run_ranks: Any) -> None:
+    for r in run_ranks(3, _runs, 2, {"scale": 3.0}, 3, expect_error=True, timeout=60):
+        assert r.type == "DivergenceError" and "rank 2 would run another program than rank 0" in r.message and "3.0" in r.message, r
+
+
+def test_the_first_of_three_differs(run_ranks: Any) -> None:
+    for r in run_ranks(3, _runs, 0, {"scale": 3.0}, 3, expect_error=True, timeout=60):
+        assert r.type == "DivergenceError" and "rank 0: " in r.message and "3.0" in r.message, r
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_raises_while_tracing(run_ranks: Any, rank: int) -> None:
+    ranks = run_ranks(2, _runs, rank, {"raises": KeyError("no such layer")}, 2, expect_error=True, timeout=60)
+    assert ranks[rank].type == "KeyError"
+    other = ranks[1 - rank]
+    assert other.type == "DivergenceError" and f"rank {rank}: KeyError: 'no such layer'" in other.message
+    assert other.message.splitlines()[-1].startswith("Fix: ")
+
+
+def test_all_ranks_raise_their_own_error(run_ranks: Any) -> None:
+    for r in run_ranks(2, _runs_alike, {"raises": KeyError("no such layer")}, expect_error=True, timeout=60):
+        assert r.type == "KeyError"
+
+
+def _runs_alike(changes: dict[str, Any]) -> None:
+    mesh = fz.make_mesh(data=2)
+    step, params, batch = parts(**changes)
+    train = fz.compile(step, mesh, backend="eager")
+    train(train.init(params), batch)
+
+
+def _absent(rank: int, size: int) -> float:
+    mesh = fz.make_mesh(data=size, timeout=2)
+    step, params, batch = parts()
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init(params)
+    started = time.monotonic()
+    if mesh.rank != rank:
+        try:
+            train(state, batch)
+        except fz.errors.DivergenceError:
+            assert 1 < time.monotonic() - started < SECONDS
+            raise
+    time.sleep(4)  # it lives, but does something else
+    return 0.0
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3)])
+def test_one_rank_never_calls(run_ranks: Any, rank: int, size: int) -> None:
+    ranks = run_ranks(size, _absent, rank, size, expect_error=True, timeout=60)
+    assert ranks[rank].type is None
+    for other in (r for i, r in enumerate(ranks) if i != rank):
+        assert other.type == "DivergenceError" and f"rank {rank} did not come in 2 s" in other.message, other
+        assert other.message.splitlines()[-1].startswith("Fix: ")
+
+
+def _never_joins(rank: int) -> None:
+    import os
+
+    if int(os.environ["RANK"]) == rank:
+        time.sleep(4)
+        return
+    started = time.monotonic()
+    try:
+        fz.make_mesh(data=2, timeout=2)
+    finally:
+        assert time.monotonic() - started < SECONDS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_never_joins_the_mesh(run_ranks: Any, rank: int) -> None:
+    other = run_ranks(2, _never_joins, rank, expect_error=True, timeout=60)[1 - rank]
+    assert other.type == "DivergenceError" and f"rank {rank} did not come in 2 s" in other.message, other
+    assert other.message.splitlines()[-1].startswith("Fix: ")
+
+
+def _second_shape(changed: int) -> None:
+    mesh = fz.make_mesh(data=2, timeout=2)
+    step, params, batch = parts()
+    train = fz.compile(step, mesh, backend="eager")
+    state, _ = train(train.init(params), batch)
+    state, _ = train(state, batch)
+    started = time.monotonic()
+    try:
+        _, metrics = train(state, torch.ones(4, 4) if mesh.rank == changed else batch)
+        metrics["loss"].item()
+    except Exception:
+        assert time.monotonic() - started < SECONDS
+        raise
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_second_kind_of_batch_on_one_rank(run_ranks: Any, changed: int) -> None:
+    """The others already run: they cannot be asked, but neither side waits longer than the mesh's timeout."""
+    ranks = run_ranks(2, _second_shape, changed, expect_error=True, timeout=60)
+    assert ranks[changed].type == "DivergenceError" and f"rank {1 - changed} did not come in 2 s" in ranks[changed].message
+    assert "another shape" in ranks[changed].message
+    assert ranks[1 - changed].type == "DivergenceError", ranks
+    assert ranks[1 - changed].message.splitlines()[-1].startswith("Fix: ")
+
+
+def _second_shape_everywhere() -> tuple[int, int]:
+    mesh = fz.make_mesh(data=2)
+    step, params, _ = parts()
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init(params)
+    for rows in (2, 4, 2, 6, 4):
+        state, metrics = train(state, torch.ones(rows, 4))
+        metrics["loss"].item()
+    return int(state.step), len(train._runs)
+
+
+def test_several_kinds_of_batch_on_every_rank(run_ranks: Any) -> None:
+    assert run_ranks(2, _second_shape_everywhere) == [(5, 3), (5, 3)]

@@ -1,0 +1,145 @@
+"""The documentation is true: its examples run, what it says they print is what they print, its links lead somewhere.
+
+A page is one program. Its ```python blocks run one after the other in one namespace, on one process, in an empty directory. A ```text block
+that follows one directly is what that block prints; a block that prints must be followed by one. After a change that is meant to change what
+is printed, `python tests/test_docs.py` writes the new output into the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import doctest
+import io
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fzero as fz
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "results" not in p.relative_to(DOCS).parts)
+NAMES = [str(p.relative_to(DOCS)) for p in PAGES]
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and where that text lies in the page."""
+
+    language: str
+    text: str
+    start: int
+    stop: int
+    directly: bool  # whether only blank lines lie between it and the block before
+
+
+def blocks(page: str) -> list[Block]:
+    found, before = [], 0
+    for match in _FENCE.finditer(page):
+        found.append(Block(match[1], match[2], match.start(2), match.end(2), not page[before : match.start()].strip()))
+        before = match.end()
+    return found
+
+
+def run(path: Path) -> list[tuple[Block, str, Block | None]]:
+    """Every Python block of a page with what it printed and the block that says what it should."""
+    page = path.read_text()
+    all_blocks = blocks(page)
+    namespace = {"__name__": "docs"}
+    out = []
+    for number, block in enumerate(all_blocks):
+        after = all_blocks[number + 1] if number + 1 < len(all_blocks) else None
+        if block.language != "python":
+            continue
+        code = compile("\n" * page.count("\n", 0, block.start) + block.text, str(path), "exec")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        text = printed.getvalue().rstrip("\n")
+        out.append((block, f"{text}\n" if text else "", after if after is not None and after.directly and after.language == "text" else None))
+    return out
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    same = doctest.OutputChecker().check_output
+    for block, printed, expected in run(path):
+        where = f"{path.relative_to(ROOT)}:{path.read_text().count(chr(10), 0, block.start)}"
+        assert expected is not None or not printed, f"{where} prints, and the page does not say what:\n{printed}"
+        if expected is not None and not same(expected.text, printed, doctest.ELLIPSIS):
+            difference = "\n".join(difflib.unified_diff(expected.text.splitlines(), printed.splitlines(), "the page", "printed", lineterm=""))
+            pytest.fail(f"{where} prints something else (if that is meant: python tests/test_docs.py)\n{difference}")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_links_and_names(path: Path) -> None:
+    page = path.read_text()
+    prose = _FENCE.sub("", page)
+    problems = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.is_file():
+            problems.append(f"{target}: no such file")
+        elif anchor and anchor not in _anchors(file.read_text()):
+            problems.append(f"{target}: no such heading")
+    for name in sorted(set(re.findall(r"\bfz((?:\.[A-Za-z_]\w*)+)", page))):
+        value = fz
+        for part in name[1:].split("."):
+            if not hasattr(value, part):
+                problems.append(f"fz{name} does not exist")
+                break
+            value = getattr(value, part)
+    assert not problems, "\n".join(problems)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^\s*- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == NAMES
+
+
+def test_every_transform_has_a_page() -> None:
+    from fzero.transforms.base import Transform
+
+    def kinds(kind: type[Transform]) -> set[str]:
+        return {kind.name} - {""} | {n for sub in kind.__subclasses__() for n in kinds(sub)}
+
+    assert kinds(Transform) == {p.stem for p in PAGES if p.parent.name == "transforms"}
+
+
+def _anchors(page: str) -> set[str]:
+    """The anchors that mkdocs gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+def _update() -> None:
+    """Writes what every example prints into its page."""
+    only = [Path(a).resolve() for a in sys.argv[1:]]
+    for path in only or PAGES:
+        page, before = path.read_text(), os.getcwd()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            results = run(path)
+            os.chdir(before)
+        for _, printed, expected in reversed(results):
+            if expected is not None and not doctest.OutputChecker().check_output(expected.text, printed, doctest.ELLIPSIS):
+                page = page[: expected.start] + printed + page[expected.stop :]
+        if page != path.read_text():
+            path.write_text(page)
+            print(f"updated {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    _update()

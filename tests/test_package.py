@@ -1,0 +1,96 @@
+"""Promises of the package as a whole: what the README tells to type is what CI runs, and private PyTorch stays in one file."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "fzero").rglob("*.py"))
+COMMANDS = (
+    "pip install -e . && torchrun --nproc-per-node 2 examples/train_gpt.py",
+    "pip install -e '.[test]' && pytest",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ci_runs_the_readmes_commands(command):
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    shown = [line.strip() for block in blocks for line in block.splitlines()]
+    assert command in shown, "README.md shows it, alone on a line of a sh block"
+    run = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.lstrip().startswith("#")]
+    assert any(command in line for line in run), "and .ci/run runs it"
+
+
+def test_ci_stops_at_a_failure():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in script.read_text()
+
+
+def test_supported_versions_of_torch():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert project["requires-python"] == ">=3.11"
+
+
+def test_changelog_says_what_an_upgrade_changes():
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("## [Unreleased]")[1].split("\n## ")[0]
+    assert re.findall(r"^### (.*)$", unreleased, re.MULTILINE) == ["Added", "Numerics changed", "Printed program changed"]
+
+
+def test_import_is_silent():
+    """Without a warning and without a line printed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "import fzero"], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def _private_torch_names(source: str) -> list[str]:
+    """Names under `torch` with a part that starts with one underscore, as `line: name`."""
+    imported, used = r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*", r"(torch|dist)(\.\w+)*\._(?!_)\w+"  # used: each longer name contains the shorter one
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [f"{node.lineno}: {alias.name}" for alias in node.names if re.fullmatch(imported, alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.lineno}: {node.module}.{alias.name}" for alias in node.names if re.fullmatch(imported, f"{node.module}.{alias.name}")]
+        elif isinstance(node, ast.Attribute) and re.fullmatch(used, name := ast.unparse(node)):
+            found.append(f"{node.lineno}: {name}")
+    return found
+
+
+def test_private_names_are_found():
+    source = """
+import torch._dynamo.config
+from torch.testing._internal import common
+from torch.fx import _lazy, GraphModule
+x = torch.ops._c10d_functional.wait_tensor(torch.__version__, torch.add_)
+y = dist._world
+"""
+    assert [found.split(": ")[1] for found in sorted(_private_torch_names(source))] == [
+        "torch._dynamo.config",
+        "torch.testing._internal.common",
+        "torch.fx._lazy",
+        "torch.ops._c10d_functional",
+        "dist._world",
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_torch_names_stay_in_compat(path):
+    """A release of PyTorch may move them: one file has to follow, besides the collectives' operators in theirs."""
+    relative = path.relative_to(ROOT / "fzero").as_posix()
+    if relative == "compat.py":
+        return
+    found = _private_torch_names(path.read_text())
+    if relative == "comm/collectives.py":
+        found = [name for name in found if "torch.ops._c10d_functional" not in name]
+    assert not found, f"use fzero/compat.py for {found}"
