@@ -112,7 +112,7 @@ CONFLICTS = {
     "remat": (fz.remat("full"), fz.remat("none"), "policy='none'"),
     "axes": (fz.shard_params(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
     "stages on two axes": (fz.shard_opt_state(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
-    "where": (fz.shard_params(where=lambda path, leaf: True), fz.shard_params(where=lambda path, leaf: False), "shard_params(where="),
+    "where": (fz.shard_params(where=lambda path, leaf: True), fz.shard_params(where=lambda path, leaf: False), "where=<lambda>"),
 }
 
 
