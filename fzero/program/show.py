@@ -106,6 +106,22 @@ def _statement(line: Line, program: Program, depth: int, started: dict[str, str]
 def _flat(lines: Sequence[Line], program: Program, depth: int, started: dict[str, str] | None = None) -> list[Printed]:
     """A statement a line, and a `del` where a name is read for the last time."""
     started = {} if started is None else started
+    out: list[Printed] = []
+    for line, dead in zip(lines, last_reads(lines, program), strict=True):
+        if line.op == "loop":
+            totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
+            out += [Printed(depth, "None", (name,)) for name in totals]
+            out.append(Printed(depth, f"for micro in range({line.attrs['count']}):"))
+            out += _flat(line.body, program, depth + 1, started)
+        else:
+            out.append(_statement(line, program, depth, started))
+        if dead:
+            out.append(Printed(depth, f"del {', '.join(dead)}"))
+    return out
+
+
+def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
+    """For each line the names made by these lines that nothing after it reads: what the program lets go of there."""
     last: dict[str, int] = {}
     for i, line in enumerate(lines):
         for name in (*line.args, *(v.name for v in line.out), *_inner_reads(line)):
@@ -114,19 +130,10 @@ def _flat(lines: Sequence[Line], program: Program, depth: int, started: dict[str
         v.name for line in lines if line.op == "loop" for x in line.body if x.op == "accumulate" for v in x.out
     }
     keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
-    out: list[Printed] = []
+    out: list[list[str]] = []
     for i, line in enumerate(lines):
-        inner = _inner_reads(line)
-        if line.op == "loop":
-            totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
-            out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(Printed(depth, f"for micro in range({line.attrs['count']}):"))
-            out += _flat(line.body, program, depth + 1, started)
-        else:
-            out.append(_statement(line, program, depth, started))
-        dead = [n for n in dict.fromkeys((*line.args, *(v.name for v in line.out), *inner)) if last[n] == i and n in made and n not in keep]
-        if dead:
-            out.append(Printed(depth, f"del {', '.join(dead)}"))
+        names = dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line)))
+        out.append([n for n in names if last[n] == i and n in made and n not in keep])
     return out
 
 
