@@ -65,6 +65,32 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
+    """Starts a gather of flat shards. Returns the work to wait for. 2.13 renamed the function."""
+    return _ALL_GATHER(whole, shard, group=group, async_op=True)
+
+
+def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> Any:
+    """Starts a reduction that leaves each rank its flat shard. Returns the work to wait for. 2.13 renamed the function."""
+    return _REDUCE_SCATTER(shard, whole, op=op, group=group, async_op=True)
+
+
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def coalesced(group: Any, device: torch.device) -> Iterator[list[Any]]:
+    """A list to append works to. On CUDA the collectives of the body become one, and after it the list holds that one's work."""
+    works: list[Any] = []
+    if device.type != "cuda":
+        yield works
+        return
+    with dist.distributed_c10d._coalescing_manager(group=group, device=device, async_ops=True) as manager:
+        yield works
+    works[:] = [manager]
+
+
 def is_view(op: Any) -> bool:
     """Whether an operator returns a view of its first argument."""
     return isinstance(op, torch._ops.OpOverload) and op.is_view

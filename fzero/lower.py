@@ -17,6 +17,7 @@ from fzero import compat, tree
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
+from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.names import apart
@@ -24,6 +25,7 @@ from fzero.program.record import record
 from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
 from fzero.program.verify import verify
+from fzero.schedule import buffers
 from fzero.schedule.order import order
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, remat, shard, spread
@@ -121,7 +123,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
             num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
         )
     )
-    program = verify(replace(program, transforms=step.transforms))
+    program = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     policy = find(step.transforms, remat.Remat) or remat.Remat()
     program = verify(remat.rewrite(program, policy.policy))
     program = verify(accumulate.rewrite(program, num_micro, {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}))
@@ -131,7 +133,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
 def _finish(program: Program, zero: shard.Zero) -> Program:
     program = verify(spread.rewrite(program, zero))
     program = verify(cut_update(program))
-    return verify(apart(order(program)))
+    return verify(buffers.place(apart(order(program))))
 
 
 # --- leaf tables ---

@@ -66,14 +66,27 @@ class Mesh(AbstractMesh):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
+    shared_memory: bool = False  # whether all ranks are on this host and may read each other's buffers
+    gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
 
-    def __init__(self, axes: dict[str, int], rank: int, device: torch.device, device_mesh: Any = None, timeout: float = 600.0):
+    def __init__(
+        self,
+        axes: dict[str, int],
+        rank: int,
+        device: torch.device,
+        device_mesh: Any = None,
+        timeout: float = 600.0,
+        shared_memory: bool = False,
+        gather_mesh: Any = None,
+    ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device.type)
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "device_mesh", device_mesh)
         object.__setattr__(self, "timeout", timeout)
+        object.__setattr__(self, "shared_memory", shared_memory)
+        object.__setattr__(self, "gather_mesh", gather_mesh)
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -90,11 +103,11 @@ class Mesh(AbstractMesh):
             index = index * self.axes[name] + here[name]
         return index
 
-    def group(self, axis: str) -> Any:
-        """The process group of the ranks along `axis` that share this rank's place on every other axis."""
+    def group(self, axis: str, *, gathers: bool = False) -> Any:
+        """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another one for gathers."""
         if self.device_mesh is None:
             raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
-        return self.device_mesh[axis].get_group()
+        return (self.gather_mesh if gathers and self.gather_mesh is not None else self.device_mesh)[axis].get_group()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -107,12 +120,13 @@ class Mesh(AbstractMesh):
         return self
 
 
-def make_mesh(*, device: str | None = None, timeout: float = 600.0, **axes: int) -> Mesh:
+def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memory: bool = True, **axes: int) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
     Args:
         device: "cuda" or "cpu"; by default CUDA when there is a device for every process of this host.
         timeout: seconds after which a collective that some rank never joins fails.
+        shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them through gloo.
         **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
             -1: whatever is left. Without any: `data=-1`.
 
@@ -171,7 +185,8 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, **axes: int)
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return Mesh(axes, rank, where, grid, timeout)
+    gathers = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)) if device == "cuda" else None
+    return Mesh(axes, rank, where, grid, timeout, shared_memory and locals_ == world, gathers)
 
 
 def close_mesh() -> None:

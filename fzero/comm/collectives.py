@@ -1,71 +1,104 @@
-"""Collectives as a start and a wait. The only file that names torch.ops._c10d_functional.
+"""Transfers through process groups: gloo and NCCL. Each is a start, which returns at once, and a wait.
 
-Every start returns at once with a `Moving`; its wait hands back the values. All tensors of one start travel as one transfer.
+Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not lie there already, the collective
+works from and to them, and a wait hands out views. On CUDA gathers have process groups of their own, for one NCCL communicator is one stream
+and would run them behind the reductions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 
+from fzero import compat
 from fzero.mesh import Mesh
 
-C = torch.ops._c10d_functional
-_SMALL = 1 << 16  # elements: below this, copying into one tensor is cheaper than a transfer each
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True)
 class Moving:
-    """A transfer under way. `keep` holds what it still reads."""
+    """A transfer under way: what to wait for, and the flats it fills."""
 
-    tensors: Sequence[torch.Tensor]
-    finish: Callable[[list[torch.Tensor], Any], Sequence[torch.Tensor]]
-    keep: Any = None
-
-
-def all_gather_start(mesh: Mesh, shards: Sequence[torch.Tensor], axis: str) -> Moving:
-    """Gathers flat shards. The whole leaves are views of the gathered buffers: nothing is copied out."""
-    out = _by_dtype(shards, lambda same: C.all_gather_into_tensor_coalesced(same, mesh.axes[axis], _group(mesh, axis)))
-    return Moving(out, lambda done, shapes: [t[: math.prod(s)].view(s) for t, s in zip(done, shapes, strict=True)], shards)
+    works: Sequence[Any]
+    filled: Sequence[torch.Tensor]
 
 
-def reduce_scatter_start(mesh: Mesh, wholes: Sequence[torch.Tensor], axis: str, op: str) -> Moving:
-    """Reduces whole values and leaves each rank its flat shard."""
-    size = mesh.axes[axis]
-    flat = [F.pad(t.reshape(-1), (0, -t.numel() % size)) if t.numel() % size else t.reshape(-1) for t in wholes]
-    out = _by_dtype(flat, lambda same: C.reduce_scatter_tensor_coalesced(same, op, size, _group(mesh, axis)))
-    return Moving(out, lambda done, _: done, flat)
+class ProcessGroups:
+    """The transport of a mesh over torch.distributed."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def pool(self, nbytes: int) -> torch.Tensor:
+        """Memory for a program's transfers."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+
+    def begin(self, pool: torch.Tensor) -> None:
+        """Called before a program runs."""
+
+    def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
+        group = self._mesh.group(axis, gathers=True)
+        with compat.coalesced(group, self._mesh.device) as works:
+            for shard, whole in zip(shards, into, strict=True):
+                works.append(compat.all_gather(whole, shard, group))
+        return Moving(works, into)
+
+    def reduce_scatter_start(self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+        group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
+        settle(wholes, flats)
+        with compat.coalesced(group, self._mesh.device) as works:
+            for flat, shard in zip(flats, shards, strict=True):
+                works.append(compat.reduce_scatter(shard, flat, _OPS[op], group))
+        return Moving(works, shards)
+
+    def all_reduce_start(self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+        group = self._mesh.group(axis)
+        settle(values, into)
+        with compat.coalesced(group, self._mesh.device) as works:
+            for flat in merged(into):
+                works.append(dist.all_reduce(flat, _OPS[op], group, async_op=True))
+        return Moving(works, into)
+
+    def wait(self, moving: Moving, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The values of a transfer, once they are there."""
+        for work in moving.works:
+            if work is not None:
+                work.wait()
+        for flat, value in zip(moving.filled, into, strict=True):
+            if flat.data_ptr() != value.data_ptr():  # sums that do not lie where the summands did
+                value.copy_(flat.view(value.shape))
+        return into
 
 
-def all_reduce_start(mesh: Mesh, values: Sequence[torch.Tensor], axis: str, op: str) -> Moving:
-    """Reduces values of which every rank has one. Small ones of one dtype travel in one tensor."""
-    group = _group(mesh, axis)
-    sizes, shapes = [v.numel() for v in values], [v.shape for v in values]
-    if len({v.dtype for v in values}) == 1 and sum(sizes) <= _SMALL:
-        packed = torch.cat([v.reshape(-1) for v in values])
-        return Moving([C.all_reduce(packed, op, group)], lambda done, _: [x.view(s) for x, s in zip(done[0].split(sizes), shapes, strict=True)], packed)
-    dense = [v.contiguous() for v in values]
-    return Moving(_by_dtype(dense, lambda same: C.all_reduce_coalesced(same, op, group)), lambda done, _: done, dense)
+def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+    """Puts values where they are reduced, those that were not made there, and zeros behind them."""
+    for value, flat in zip(values, flats, strict=True):
+        numel = value.numel()
+        if value.data_ptr() != flat.data_ptr():
+            flat[:numel].copy_(value.reshape(-1))
+        if flat.numel() > numel:
+            flat[numel:].zero_()
 
 
-def wait(moving: Moving, shapes: Any = None) -> Sequence[torch.Tensor]:
-    """The values of a transfer, once they are there."""
-    return moving.finish([C.wait_tensor(t) for t in moving.tensors], shapes)
+def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flats that lie one behind the other, as one."""
+    out: list[torch.Tensor] = []
+    for flat in flats:
+        last = out[-1] if out else None
+        if last is not None and last.dtype == flat.dtype and last.data_ptr() + last.nbytes == flat.data_ptr():
+            out[-1] = last.as_strided((last.numel() + flat.numel(),), (1,))
+        else:
+            out.append(flat)
+    return out
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor], start: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What `start` makes of the tensors, each dtype apart: a coalesced transfer reads all of its tensors as the dtype of the first."""
-    out: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        out.update(zip(places, start([tensors[i] for i in places]), strict=True))
-    return [out[i] for i in range(len(tensors))]
-
-
-def _group(mesh: Mesh, axis: str) -> str:
-    return mesh.group(axis).group_name
+def gather(mesh: Mesh, shard: torch.Tensor, axis: str) -> torch.Tensor:
+    """The flat whole of which every rank along an axis has a shard; outside any program."""
+    whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)
+    compat.all_gather(whole, shard, mesh.group(axis)).wait()
+    return whole

@@ -13,6 +13,14 @@ things that need no trace: `cast`, `take_shard`, `take_part`, `part_index`, `num
 optimizer before it is cut into functions. `loop` repeats a body once a
 micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Names are assigned once, but for the
 leaves of the state: their buffers are donated, and `writes` says which a line overwrites.
+
+[Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
+gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buffers.py):
+  call, cast, accumulate   one for each result (None: allocated anew); the line writes there
+  all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
+  reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
+  all_reduce_start         the flat of each argument
+  wait                     each result, a view of what its transfer filled
 """
 
 from __future__ import annotations
@@ -58,9 +66,18 @@ class Value:
     placement: Placement = WHOLE
 
     @property
+    def numel(self) -> int:
+        """Elements of the whole value."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
+        """Shape of what a rank holds of it."""
+        return (-(-self.numel // mesh.axis_size(self.placement.axes)),) if self.placement.kind == "shard" else self.shape
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -68,8 +85,22 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A tensor in the pool: bytes from its start, elements, dtype; with `part`, this rank's part along those axes of the flat that begins there."""
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+    part: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Line:
-    """`out = op(args)`; `by` names the transform that placed it."""
+    """`out = op(args)`; `by` names the transform that placed it, `into` where its results lie (see [Note: pool])."""
 
     op: str
     args: tuple[str, ...] = ()
@@ -79,6 +110,7 @@ class Line:
     writes: tuple[str, ...] = ()
     by: str = ""
     body: tuple[Line, ...] = ()
+    into: tuple[Place | None, ...] = ()
 
     def rename(self, names: Mapping[str, str]) -> Line:
         return replace(self, args=tuple(names.get(a, a) for a in self.args))
@@ -89,11 +121,13 @@ TRANSFERS = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites."""
+    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites; `into`: indices of the
+    outputs that it writes into buffers it is given, instead of returning them."""
 
     name: str
     graph: Recorded
     writes: tuple[int, ...] = ()
+    into: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +147,7 @@ class Program:
     transforms: tuple[Any, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
     sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
+    pool_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[Line, int]]:
         """Every line with the number of times it runs in a step, bodies of loops included."""
@@ -134,6 +169,16 @@ class Program:
     @functools.cached_property
     def values_by_name(self) -> dict[str, Value]:
         return self.values()
+
+    @functools.cached_property
+    def pooled(self) -> list[Line]:
+        """The lines with places in the pool, in the order of the text: `pool[i]` there is `pooled[i].into`."""
+        return [line for line, _ in self.walk() if line.into]
+
+    @functools.cached_property
+    def pool_index(self) -> dict[int, int]:
+        """The number of each line of `pooled`, by identity."""
+        return {id(line): i for i, line in enumerate(self.pooled)}
 
     def map_lines(self, fn: Callable[[Line], list[Line]]) -> Program:
         """Each line replaced by what `fn` makes of it, innermost first."""

@@ -44,6 +44,26 @@ def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
+    """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there instead of returning them."""
+    if not which:
+        return source
+    copy = extract(source, source.inputs, source.outputs)
+    graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
+    last = graph.output_node()
+    with graph.inserting_after(first[-1]) if first else graph.inserting_before(next(iter(graph.nodes))):
+        buffers = []
+        for i in which:
+            buffers.append(graph.placeholder(f"into_{i}"))
+            buffers[-1].meta["val"] = torch.empty_like(results[i].meta["val"], memory_format=torch.contiguous_format)
+            graph.inserting_after(buffers[-1])
+    with graph.inserting_before(last):
+        for i, buffer in zip(which, buffers, strict=True):
+            graph.call_function(torch.ops.aten.copy_.default, (buffer, results[i])).meta["val"] = buffer.meta["val"]
+    last.args = (tuple(r for i, r in enumerate(results) if i not in which),)
+    return Recorded(graph, copy.constants)
+
+
 def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     """The nodes that are views of nothing but `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
     found = set(roots)

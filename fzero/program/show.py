@@ -59,6 +59,12 @@ def show(program: Program, *, fold: bool = True) -> str:
     return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), _returns(program)]) + "\n"
 
 
+def statements(program: Program) -> list[str]:
+    """Each line as it runs, without indentation, in the order of `Program.walk`."""
+    started: dict[str, str] = {}
+    return [_loop(line) if line.op == "loop" else _statement(line, program, 0, started).text() for line, _ in program.walk()]
+
+
 def _signature(program: Program) -> str:
     train = any(leaf.role == "step" for leaf in program.leaves.values())
     return f"def {'train' if train else 'evaluate'}({', '.join(ROOTS_TRAIN if train else ROOTS_EVAL)}):"
@@ -68,24 +74,27 @@ def _returns(program: Program) -> str:
     return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
 
 
-def _statement(line: Line, program: Program, depth: int, started: dict[str, str]) -> Printed:
+def _loop(line: Line) -> str:
+    return f"for micro in range({line.attrs['count']}):"
+
+
+def _statement(line: Line, program: Program, depth: int) -> Printed:
     args = ", ".join(line.args)
+    into = f", into=pool[{program.pool_index[id(line)]}]" if line.into else ""
     out, types = tuple(v.name for v in line.out), tuple(str(v) for v in line.out)
     axis = line.attrs["axes"][0] if line.attrs.get("axes") else ""
     match line.op:
         case "call":
             written = sorted({w.split("['")[0] for w in line.writes})
-            return Printed(depth, f"{line.fn}({args})", out, types, f"in place: {', '.join(written)}" if written else "")
+            return Printed(depth, f"{line.fn}({args}{into})", out, types, f"in place: {', '.join(written)}" if written else "")
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
-            started[out[0]] = line.op
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
             sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
-            return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how})", out, (), f">>> sends {sent} over {axis}")
+            return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how}{into})", out, (), f">>> sends {sent} over {axis}")
         case "wait":
-            shapes = f", shapes={[v.shape for v in line.out]!r}" if started[line.args[0]] == "all_gather_start" else ""
-            return Printed(depth, f"wait({args}{shapes})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
+            return Printed(depth, f"wait({args}{into})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
         case "cast":
-            code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r})"
+            code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
         case "take_shard":
             code = f"take_shard({args}, axis={axis!r})"
         case "take_part":
@@ -95,7 +104,7 @@ def _statement(line: Line, program: Program, depth: int, started: dict[str, str]
         case "num_valid":
             code = f"num_valid({line.attrs['numel']}, axis={axis!r})"
         case "accumulate":
-            code = f"accumulate({out[0]}, {args})"
+            code = f"accumulate({out[0]}, {args}{into})"
         case "assign":
             return Printed(depth, f"assign({args})", remark="in place")
         case _:
@@ -103,18 +112,17 @@ def _statement(line: Line, program: Program, depth: int, started: dict[str, str]
     return Printed(depth, code, out, types)
 
 
-def _flat(lines: Sequence[Line], program: Program, depth: int, started: dict[str, str] | None = None) -> list[Printed]:
+def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
     """A statement a line, and a `del` where a name is read for the last time."""
-    started = {} if started is None else started
     out: list[Printed] = []
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
         if line.op == "loop":
             totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
             out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(Printed(depth, f"for micro in range({line.attrs['count']}):"))
-            out += _flat(line.body, program, depth + 1, started)
+            out.append(Printed(depth, _loop(line)))
+            out += _flat(line.body, program, depth + 1)
         else:
-            out.append(_statement(line, program, depth, started))
+            out.append(_statement(line, program, depth))
         if dead:
             out.append(Printed(depth, f"del {', '.join(dead)}"))
     return out

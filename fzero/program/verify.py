@@ -166,7 +166,7 @@ class _Checker:
                 self.problems += [f"{_name(line)}: {out.name} is whole, but reads {a}, of which each rank has its own" for p, a in own.items() if p in read]
 
     def _matches(self, line: Line, value: Value, expected: torch.Tensor, verb: str) -> None:
-        shape = (-(-_numel(value.shape) // self.program.mesh.axis_size(value.placement.axes)),) if value.placement.kind == "shard" else value.shape
+        shape = value.held(self.program.mesh)
         if tuple(expected.shape) != shape or expected.dtype != value.dtype:
             self._add(line, f"{line.fn} {verb} {str(expected.dtype).removeprefix('torch.')}{list(expected.shape)}, {value.name} is {value}")
 
@@ -186,9 +186,3 @@ def _arrives(start: Line, placement: Placement) -> Placement:
     left = tuple(a for a in placement.partial if a not in axes)
     return Placement("shard", axes, left) if start.op == "reduce_scatter_start" else replace(placement, partial=left)
 
-
-def _numel(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

@@ -13,6 +13,7 @@ from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Function
 from fzero.program.record import Recorded, Recorder
+from fzero.program.segment import into_buffers
 from fzero.random import DECOMPOSITIONS
 
 BACKENDS = ("inductor", "eager")
@@ -38,7 +39,7 @@ def has_compiler() -> bool:
 
 def build(function: Function, backend: str, device: torch.device) -> Callable[..., Any]:
     """A callable from the function's inputs to a tuple of its outputs; one that writes its inputs returns nothing."""
-    graph = on_device(function.graph, device)
+    graph = on_device(into_buffers(function.graph, function.into), device)
     if backend == "eager" or not _worth_compiling(graph):
         return graph.module().forward
     graph = _with_graph(graph, {**DECOMPOSITIONS})

@@ -7,31 +7,34 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero.comm import collectives
+from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
-from fzero.program.ir import Function, Program
+from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
 from fzero.program.show import source
 
 
 def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
-    """The program as a Python function of the trees it names."""
+    """The program as a Python function of the trees it names. All ranks of the mesh make it together."""
     text = source(program)
     filename = f"<fzero program {program.name} {id(program):x}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     batch_axes = next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == "part_index"), ())
+    carrier = transport(mesh)
+    memory = carrier.pool(program.pool_bytes)
     namespace: dict[str, Any] = {
         **functions,
-        "all_gather_start": functools.partial(collectives.all_gather_start, mesh),
-        "reduce_scatter_start": functools.partial(collectives.reduce_scatter_start, mesh),
-        "all_reduce_start": functools.partial(collectives.all_reduce_start, mesh),
-        "wait": collectives.wait,
-        "cast": lambda x, dtype: x.to(getattr(torch, dtype), copy=True),  # to its own dtype too: a result must not alias the state
+        "pool": [_tensors(line, program, mesh, memory) for line in program.pooled],
+        "all_gather_start": carrier.all_gather_start,
+        "reduce_scatter_start": carrier.reduce_scatter_start,
+        "all_reduce_start": carrier.all_reduce_start,
+        "wait": carrier.wait,
+        "cast": _cast,
         "take_shard": functools.partial(_take_shard, mesh),
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
@@ -40,12 +43,56 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "assign": lambda old, new: old.copy_(new),
     }
     exec(compile(text, filename, "exec"), namespace)
-    return namespace["train"] if "train" in namespace else namespace["evaluate"]
+    run = namespace["train"] if "train" in namespace else namespace["evaluate"]
+
+    def whole_run(*trees: Any) -> tuple[Any, ...]:
+        carrier.begin(memory)
+        return tuple(x.clone() if _within(x, memory) else x for x in run(*trees))  # the pool is written again by the next run
+
+    return whole_run
 
 
 def as_called(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
     """A function as the program's lines call it: its one result, a tuple of several, or nothing when it writes its arguments."""
+    if function.into:
+        return _writing(function, run)
     return (lambda *args: run(*args)[0]) if len(function.graph.outputs) == 1 else run
+
+
+def _writing(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is given buffers for some of its results: those come back in place of what it would have returned."""
+    number, given = len(function.graph.outputs), function.into
+    returned = [i for i in range(number) if i not in given]
+
+    def call(*args: Any, into: Sequence[Any]) -> Any:
+        results = list(into)
+        for i, x in zip(returned, run(*args, *(into[i] for i in given)), strict=True):
+            results[i] = x
+        return results if number > 1 else results[0]
+
+    return call
+
+
+def _tensors(line: Line, program: Program, mesh: Mesh, memory: torch.Tensor) -> list[torch.Tensor | None]:
+    """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
+    flats = [None if place is None else _flat(place, mesh, memory) for place in line.into]
+    if line.op in TRANSFERS:
+        return flats  # type: ignore[return-value]
+    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, line.out, strict=True)]
+
+
+def _flat(place: Place, mesh: Mesh, memory: torch.Tensor) -> torch.Tensor:
+    offset = place.offset + (mesh.index(place.part) * place.nbytes if place.part else 0)
+    return memory[offset : offset + place.nbytes].view(place.dtype)
+
+
+def _within(x: torch.Tensor, memory: torch.Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def _cast(x: torch.Tensor, dtype: str, into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+    """A copy in another dtype, or in its own: a result must not alias the state."""
+    return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 
 def _take_shard(mesh: Mesh, whole: torch.Tensor, axis: str) -> torch.Tensor:
@@ -72,8 +119,6 @@ def _num_valid(mesh: Mesh, numel: int, axis: str) -> torch.Tensor:
     return torch.full((), stop - start, dtype=torch.int64, device=mesh.device)
 
 
-def _accumulate(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    """The running sum over micro-batches, in place once there is one."""
-    if total is None:
-        return part.clone()
-    return total.add_(part)
+def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The running sum over micro-batches, in its place in the pool."""
+    return into[0].copy_(part) if total is None else total.add_(part)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.collectives import all_gather_start, wait
+from fzero.comm.collectives import gather
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 
@@ -16,13 +16,13 @@ def whole(state: Any, mesh: Mesh) -> Any:
     """A tree of plain host tensors with the whole value of every leaf; ties stay ties."""
     done: dict[int, torch.Tensor] = {}
 
-    def gather(x: torch.Tensor) -> torch.Tensor:
+    def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
             known = leaf_of(x)
             value = x.detach()
             if known is not None and known[0].layout.axes:
-                (value,) = wait(all_gather_start(mesh, [value], known[0].layout.axes[0]), [known[0].shape])
+                value = gather(mesh, value, known[0].layout.axes[0])[: known[0].numel].view(known[0].shape)
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 
-    return tree.map(gather, state)
+    return tree.map(read, state)

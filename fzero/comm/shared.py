@@ -1,0 +1,278 @@
+"""Transfers between processes of one host on the CPU: each reads what it needs out of the others' pools.
+
+A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this rank's part is there, by
+adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads them with one system call a leaf. Nothing is sent
+through a socket, copied twice or reduced twice: gathering is one copy of the other ranks' shards, reducing one pass over this rank's part of each
+rank's summand, in the order of the ranks, so that the result does not depend on who came first. A rank that leaves closes its connection, which is
+what a wait then sees.
+
+When a buffer may be written again is settled in the program: [Note: release] in schedule/buffers.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import compat
+from fzero.comm.collectives import merged, settle
+from fzero.errors import DivergenceError, message
+from fzero.mesh import Mesh, absent
+
+_CHUNK = 1 << 18  # bytes read at once when reducing: half of a second-level cache
+_SMALL = 1 << 16  # bytes: below this everyone reads all of an all_reduce, above each sums a part and reads the others' sums
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is there."""
+
+    kind: str
+    axis: str
+    op: str
+    due: dict[int, int]
+    flats: Sequence[torch.Tensor]
+    filled: Sequence[torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another rank: the connection to it, the counter it adds to, the counter this rank adds to."""
+
+    rank: int
+    connection: socket.socket
+    theirs: int
+    ours: int
+    heard: int = 0
+    told: int = 0
+
+
+class SharedMemory:
+    """The transport of a CPU mesh whose ranks are all on this host. `connect` makes it on all ranks, or on none."""
+
+    def __init__(self, mesh: Mesh, peers: dict[int, _Peer]):
+        self._mesh, self._peers = mesh, peers
+        self._pools: list[_Pool] = []
+        self._pool: _Pool | None = None
+        self._along = {axis: _ranks_along(mesh, axis) for axis in mesh.axes}
+        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(2)]
+        self._scratch_bytes = [memoryview(x.numpy()) for x in self._scratch]
+
+    def pool(self, nbytes: int) -> torch.Tensor:
+        """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs in the same order."""
+        fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
+        size = max(nbytes, mmap.PAGESIZE)
+        os.ftruncate(fd, size)
+        fds = {}
+        for peer in self._peers.values():
+            socket.send_fds(peer.connection, [b"p"], [fd])
+        for peer in self._peers.values():
+            fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
+        self._pools.append(_Pool(mmap.mmap(fd, size), fds))
+        os.close(fd)
+        return self._pools[-1].tensor[:nbytes]
+
+    def begin(self, pool: torch.Tensor) -> None:
+        """Called before a program runs: waits until no rank reads what an earlier run left in the pools."""
+        self._pool = next((p for p in self._pools if p.tensor.data_ptr() == pool.data_ptr()), None)
+        everyone = list(self._peers.values())
+        self._tell(everyone)
+        self._hear({p.rank: p.told for p in everyone})
+
+    def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
+        index = self._mesh.index(axis)
+        for shard, whole in zip(shards, into, strict=True):
+            part = whole[index * shard.numel() : (index + 1) * shard.numel()]
+            if part.data_ptr() != shard.data_ptr():
+                part.copy_(shard)
+        return Moving("gather", axis, "", self._announce(axis), into, into)
+
+    def reduce_scatter_start(self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+        flats = into[: len(wholes)]
+        settle(wholes, flats)
+        return Moving("scatter", axis, op, self._announce(axis), flats, into[len(wholes) :])
+
+    def all_reduce_start(self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+        settle(values, into)
+        return Moving("reduce", axis, op, self._announce(axis), into, into)
+
+    def wait(self, moving: Moving, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The values of a transfer, once the other ranks' parts are there."""
+        self._hear(moving.due)
+        along, index = self._along[moving.axis], self._mesh.index(moving.axis)
+        if moving.kind == "gather":
+            for whole in moving.flats:
+                self._gather(whole, along)
+        elif moving.kind == "scatter":
+            for whole, shard in zip(moving.flats, moving.filled, strict=True):
+                self._combine(whole, index * shard.numel(), shard, along, moving.op)
+        elif into and into[0].data_ptr() != moving.flats[0].data_ptr():
+            for flat, value in zip(merged(moving.flats), merged([v.view(-1) for v in into]), strict=True):
+                self._combine(flat, 0, value, along, moving.op)
+        else:
+            for flat in moving.flats:  # the part that nobody else reads is summed in place, then everyone reads everyone's
+                part = _part(flat, index, len(along))
+                if part.numel():
+                    self._combine(flat, part.storage_offset() - flat.storage_offset(), part, along, moving.op)
+            self._hear(self._announce(moving.axis))
+            for flat in moving.flats:
+                self._gather(flat, along)
+        return into
+
+    # --- reading ---
+
+    def _gather(self, whole: torch.Tensor, along: Sequence[int]) -> None:
+        """Reads every other rank's part of a flat into this rank's."""
+        for i, rank in enumerate(along):
+            part = _part(whole, i, len(along))
+            if rank != self._mesh.rank and part.numel():
+                self._read(rank, self._offset(part), part.nbytes, self._pool.bytes, self._offset(part))  # type: ignore[union-attr]
+
+    def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
+        """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this rank's own."""
+        step, itemsize = _CHUNK // out.element_size(), out.element_size()
+        in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
+        for at in range(0, out.numel(), step):
+            num = min(step, out.numel() - at)
+            here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize
+            own = flat[first + at : first + at + num]
+            own = own.clone() if in_place and along[0] != self._mesh.rank else own  # before the others' sum lies on it
+            held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
+            for rank in along[1:]:
+                held = _COMBINE[op](held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here)
+
+    def _fetch(self, rank: int, offset: int, num: int, dtype: torch.dtype, which: int) -> torch.Tensor:
+        """Elements of another rank's pool, in one of two small buffers."""
+        self._read(rank, offset, num * dtype.itemsize, self._scratch_bytes[which], 0)
+        return self._scratch[which].view(dtype)[:num]
+
+    def _read(self, rank: int, offset: int, nbytes: int, target: Any, at: int) -> None:
+        fd, done = self._pool.fds[rank], 0  # type: ignore[union-attr]
+        while done < nbytes:
+            done += os.preadv(fd, [target[at + done : at + nbytes]], offset + done)
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() - self._pool.tensor.data_ptr()  # type: ignore[union-attr]
+
+    # --- telling and hearing ---
+
+    def _announce(self, axis: str) -> dict[int, int]:
+        """Tells the other ranks along an axis that this rank's part is there. Returns the number of notices from each that say the same."""
+        peers = [self._peers[r] for r in self._along[axis] if r != self._mesh.rank]
+        self._tell(peers)
+        return {p.rank: p.told for p in peers}
+
+    def _tell(self, peers: Sequence[_Peer]) -> None:
+        for peer in peers:
+            peer.told += 1
+            os.eventfd_write(peer.ours, 1)
+
+    def _hear(self, due: dict[int, int]) -> None:
+        for rank, count in due.items():
+            peer = self._peers[rank]
+            while peer.heard < count:
+                try:
+                    peer.heard += os.eventfd_read(peer.theirs)
+                except BlockingIOError:
+                    self._sleep(peer)
+
+    def _sleep(self, peer: _Peer) -> None:
+        """Until the peer adds to its counter."""
+        poll = select.poll()
+        poll.register(peer.theirs, select.POLLIN)
+        poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
+        ready = dict(poll.poll(self._mesh.timeout * 1000))
+        if peer.theirs in ready:
+            return
+        what = f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
+        fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
+        raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", [f"rank {self._mesh.rank}: {what}"], fix))
+
+
+class _Pool:
+    """This rank's pool of a program, as a tensor and as bytes, and the other ranks' files."""
+
+    def __init__(self, memory: mmap.mmap, fds: dict[int, int]):
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes = memoryview(memory)
+        self.fds = fds
+
+
+def connect(mesh: Mesh) -> SharedMemory | None:
+    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so."""
+    store, me = compat.default_store(), mesh.rank
+    prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
+    peers: dict[int, _Peer] = {}
+    failure = ""
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("")  # the kernel chooses an abstract name
+            server.listen(mesh.size)
+            server.settimeout(mesh.timeout)
+            store.set(f"{prefix}/address/{me}", server.getsockname().hex())
+            for rank in range(me):
+                connection = socket.socket(socket.AF_UNIX)
+                connection.settimeout(mesh.timeout)
+                connection.connect(_address(store, f"{prefix}/address/{rank}", rank, mesh))
+                connection.sendall(me.to_bytes(4, "little"))
+                peers[rank] = _meet(connection, rank, mesh.timeout)
+            for _ in range(me + 1, mesh.size):
+                connection, _ = server.accept()
+                connection.settimeout(mesh.timeout)
+                rank = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+                peers[rank] = _meet(connection, rank, mesh.timeout)
+    except OSError as error:
+        failure = str(error) or type(error).__name__
+    store.set(f"{prefix}/ready/{me}", failure)
+    missing = absent(store, [f"{prefix}/ready/{r}" for r in range(mesh.size)], mesh.timeout)
+    if missing or any(store.get(f"{prefix}/ready/{r}") for r in range(mesh.size)):
+        return None
+    return SharedMemory(mesh, peers)
+
+
+def _address(store: Any, key: str, rank: int, mesh: Mesh) -> bytes:
+    if absent(store, [key], mesh.timeout):
+        raise OSError(f"rank {rank} did not come in {mesh.timeout:g} s")
+    return bytes.fromhex(store.get(key).decode())
+
+
+def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
+    """Exchanges counters with the rank at the other end."""
+    ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    socket.send_fds(connection, [b"c"], [ours])
+    (theirs,) = _receive_fds(connection, 1, rank, timeout)
+    return _Peer(rank, connection, theirs, ours)
+
+
+def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float) -> list[int]:
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, 1, num)
+    except TimeoutError as error:
+        raise OSError(f"rank {rank} did not come in {timeout:g} s") from error
+    if not data or len(fds) != num:
+        raise OSError(f"rank {rank} has left")
+    return fds
+
+
+def _ranks_along(mesh: Mesh, axis: str) -> list[int]:
+    """The ranks that differ from this one in their place along an axis only, in its order."""
+    stride = 1
+    for name in reversed(mesh.axes):
+        if name == axis:
+            break
+        stride *= mesh.axes[name]
+    base = mesh.rank - mesh.index(axis) * stride
+    return [base + i * stride for i in range(mesh.axes[axis])]
+
+
+def _part(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    size = -(-flat.numel() // count)
+    return flat[min(index * size, flat.numel()) : min((index + 1) * size, flat.numel())]

@@ -1,0 +1,309 @@
+"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it.
+
+A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from the line that first writes
+it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release]). Regions
+whose times do not meet share bytes. So two blocks' gathers alternate between two places, gradients are made where they are
+reduced, and the peak is known.
+
+[Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another may still be reading. It has
+read all it needs once a later transfer over the same axis, started after that wait, has arrived: every rank starts its transfers in the same order.
+Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fzero.program.ir import TRANSFERS, Line, Place, Program, Value
+from fzero.program.segment import ancestors, views_of
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
+
+Interval = tuple[int, int]  # first and last line, both inclusive
+
+
+def place(program: Program) -> Program:
+    """The program with a place in the pool for all that moves."""
+    return _Placer(program).run()
+
+
+@dataclass(eq=False)
+class _Region:
+    """Bytes that live and die together."""
+
+    nbytes: int = 0
+    times: list[Interval] = field(default_factory=list)
+    offset: int = 0
+    first: int | None = None  # the first line that writes it
+
+    def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> _Slot:
+        self.nbytes = -(-self.nbytes // align) * align
+        slot = _Slot(self, self.nbytes, numel, value)
+        self.nbytes += numel * value.dtype.itemsize
+        return slot
+
+    def written(self, number: int) -> None:
+        self.first = number if self.first is None else min(self.first, number)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """A flat in a region, `numel` elements with its padding, for a value."""
+
+    region: _Region
+    at: int
+    numel: int
+    value: Value
+
+    def place(self, numel: int | None = None, part: tuple[str, ...] = ()) -> Place:
+        return Place(self.region.offset + self.at, self.numel if numel is None else numel, self.value.dtype, part)
+
+
+class _Placer:
+    def __init__(self, program: Program):
+        self.program, self.mesh = program, program.mesh
+        self.lines = list(_numbered(program.lines))  # in order, with where the loop around each begins and ends
+        self.made: dict[str, int] = {}
+        self.read: dict[str, int] = {}  # the last line that reads a value; for one from outside a loop the loop's end
+        self.reads: Counter[str] = Counter()
+        self.views = _Views(program)
+        for i, (line, span) in enumerate(self.lines):
+            for name in line.args:
+                self.reads[name] += 1
+                for root in self.views.roots(name):
+                    inside = span is not None and self.made.get(root, -1) >= span[0]
+                    self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
+            for value in line.out:
+                self.made[value.name] = i
+        self.values = program.values()
+        self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
+        self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
+        self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
+        self.slots: dict[str, _Slot] = {}  # values that lie in the pool
+        self.into: dict[int, list[_Slot | None]] = {}
+        self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
+        self.regions: list[_Region] = []
+
+    def run(self) -> Program:
+        for i, (line, span) in enumerate(self.lines):
+            if line.op == "accumulate":
+                self._total(i, line.out[0], span)
+        for i, (line, _) in enumerate(self.lines):
+            if line.op == "all_gather_start":
+                self._gather(i, line)
+            elif line.op == "reduce_scatter_start":
+                self._scatter(i, line)
+            elif line.op == "all_reduce_start":
+                self._reduce(i, line)
+        pool_bytes = _assign(self.regions)
+        numbers = iter(range(len(self.lines)))
+
+        def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
+            out = []
+            for line in lines:
+                number = next(numbers)
+                out.append(self._placed(number, replace(line, body=visit(line.body)) if line.body else line))
+            return tuple(out)
+
+        lines = visit(self.program.lines)
+        return _with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes))
+
+    def _placed(self, number: int, line: Line) -> Line:
+        slots = self.into.get(number)
+        if slots is None:
+            return line
+        size = self.mesh.axis_size
+        if number in self.parts:
+            return replace(line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots))
+        if line.op in TRANSFERS:
+            return replace(line, into=tuple(s and s.place() for s in slots))
+        return replace(line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True)))
+
+    # --- the regions of each kind of line ---
+
+    def _total(self, number: int, value: Value, span: Interval | None) -> None:
+        """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
+        region = self._region()
+        padding = self.mesh.axis_size(axes) if (axes := self.scattered.get(value.name, ())) else 1
+        self.slots[value.name] = region.add(-(-_numel(value.held(self.mesh)) // padding) * padding, value)
+        assert span is not None
+        region.times.append((span[0], self._last(value.name)))
+        self.into[number] = [self.slots[value.name]]
+
+    def _gather(self, number: int, line: Line) -> None:
+        region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
+        outs = self.lines[wait][0].out
+        slots = [region.add(-(-v.numel // self.mesh.axis_size(axes)) * self.mesh.axis_size(axes), v) for v in outs]
+        begins = number
+        for name, slot in zip(line.args, slots, strict=True):
+            maker = self.made.get(name)
+            if maker is not None and self.reads[name] == 1 and self.lines[maker][0].op == "cast" and self._same_loop(maker, number):
+                self.into[maker], self.parts[maker] = [slot], axes
+                begins = min(begins, maker)
+        self.into[number], self.into[wait] = list(slots), list(slots)
+        self.slots.update((v.name, s) for v, s in zip(outs, slots, strict=True))
+        self._take(region, begins, max(self._last(v.name) for v in outs), wait, axes)
+
+    def _scatter(self, number: int, line: Line) -> None:
+        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        source, result, size = self._region(), self._region(), self.mesh.axis_size(axes)
+        outs = self.lines[wait][0].out
+        wholes = [self._source(source, a, number, -(-self.values[a].numel // size) * size) for a in line.args]
+        shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
+        self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
+        self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
+        self._take(source, source.first if source.first is not None else number, wait, wait, axes)
+        for slot in wholes:
+            if slot.region is not source:
+                self._take(slot.region, number, wait, wait, axes)
+        result.times.append((number, max(self._last(v.name) for v in outs)))
+
+    def _reduce(self, number: int, line: Line) -> None:
+        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        outs = self.lines[wait][0].out
+        source = self._region()
+        packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL
+        slots = [self._source(source, a, number, _numel(self.values[a].held(self.mesh)), packed) for a in line.args]
+        results = slots
+        if packed:  # what is small is summed beside its summands: no second message
+            result = self._region()
+            results = [result.add(_numel(v.held(self.mesh)), v, v.dtype.itemsize) for v in outs]
+            result.times.append((number, max(self._last(v.name) for v in outs)))
+        last = wait if packed else max(self._last(v.name) for v in outs)
+        self.into[number], self.into[wait] = list(slots), list(results)
+        self.slots.update((v.name, s) for v, s in zip(outs, results, strict=True))
+        self._take(source, source.first if source.first is not None else number, last, wait, axes)
+        for slot in slots:
+            if slot.region is not source:
+                self._take(slot.region, number, last, wait, axes)
+
+    def _source(self, region: _Region, name: str, number: int, numel: int, packed: bool = False) -> _Slot:
+        """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
+        known = self.slots.get(name)
+        if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:
+            return known
+        value = self.values[name]
+        slot = region.add(numel, value, value.dtype.itemsize if packed else ALIGNMENT)
+        maker = self.made.get(name)
+        if maker is None or packed or self.reads[name] != 1 or name in self.program.outputs or not self._same_loop(maker, number):
+            return slot
+        line = self.lines[maker][0]
+        if line.op in ("call", "cast") and not line.writes:
+            into = self.into.setdefault(maker, [None] * len(line.out))
+            into[[v.name for v in line.out].index(name)] = slot
+            region.written(maker)
+        return slot
+
+    # --- times ---
+
+    def _region(self) -> _Region:
+        self.regions.append(_Region())
+        return self.regions[-1]
+
+    def _last(self, name: str) -> int:
+        return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])
+
+    def _same_loop(self, one: int, other: int) -> bool:
+        return self.lines[one][1] == self.lines[other][1]
+
+    def _take(self, region: _Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
+        """Takes a region from `first` until both its last reader here and the other ranks' reads at their wait are done."""
+        span = self.lines[wait][1]
+        released = self._released(wait, axes, span[1] if span else len(self.lines))
+        if released is not None or span is None:
+            region.times.append((first, max(last, len(self.lines) if released is None else released)))
+            return
+        region.times.append((first, max(last, span[1])))  # not before the turn ends: early in the next one, and after the loop, it is still being read
+        for begins, ends in ((span[0], span[1]), (span[1] + 1, len(self.lines))):
+            again = self._released(begins - 1, axes, ends)
+            region.times.append((begins, ends if again is None else again))
+
+    def _released(self, after: int, axes: tuple[str, ...], before: int) -> int | None:
+        """The first wait of a transfer over the same axes that starts after a line, if it comes before another. See [Note: release]."""
+        found = [wait for start, wait, over in self.starts if start > after and over == axes and wait <= before]
+        return min(found, default=None)
+
+
+class _Views:
+    """Which values are views of which others: a function may return a view of what it is given."""
+
+    def __init__(self, program: Program):
+        self._of: dict[str, set[str]] = {}
+        found: dict[str, list[tuple[int, list[int]]]] = {}
+        for line, _ in program.walk():
+            if line.op != "call" or not line.out:
+                continue
+            if line.fn not in found:
+                graph = program.functions[line.fn].graph
+                places = graph.inputs
+                views = views_of(graph.graph, set(places)) | set(places)
+                reads = [(k, ancestors([n], stop=set())) for k, n in enumerate(graph.outputs) if n in views]
+                found[line.fn] = [(k, [i for i, p in enumerate(places) if p in read]) for k, read in reads]
+            for k, args in found[line.fn]:
+                self._of.setdefault(line.out[k].name, set()).update(line.args[i] for i in args)
+        self.returned = {root for name in program.outputs for root in self.roots(name)}
+
+    def roots(self, name: str) -> set[str]:
+        """A value and those whose bytes it may share."""
+        return {name}.union(*(self.roots(n) for n in self._of.get(name, ())))
+
+
+def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) -> Iterator[tuple[Line, Interval | None]]:
+    """Lines in the order of their text, each with the first and last number of the loop it is in. A loop's own line comes first."""
+    for line in lines:
+        yield line, span
+        at += 1
+        if line.body:
+            size = sum(1 + len(x.body) for x in line.body)
+            yield from _numbered(line.body, (at, at + size - 1), at)
+            at += size
+
+
+def _assign(regions: Iterable[_Region]) -> int:
+    """Offsets, largest regions first, each as low as those it meets in time allow. Returns the size of the pool in bytes.
+
+    Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020.
+    """
+    placed: list[_Region] = []
+    ordered = sorted((r for r in regions if r.nbytes), key=lambda r: (-r.nbytes, r.times))
+    for region in ordered:
+        meets = sorted((o.offset, o.offset + o.nbytes) for o in placed if _meet(region.times, o.times))
+        at = 0
+        for begin, end in meets:
+            if at + region.nbytes <= begin:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        region.offset = at
+        placed.append(region)
+    return max((r.offset + r.nbytes for r in placed), default=0)
+
+
+def _meet(one: list[Interval], other: list[Interval]) -> bool:
+    return any(a <= d and c <= b for a, b in one for c, d in other)
+
+
+def _with_functions(program: Program) -> Program:
+    """Functions that write into buffers, as their lines ask: one for each set of results that is written."""
+    functions, names = dict(program.functions), {}
+    called = {(line.fn, _indices(line)) for line, _ in program.walk() if line.op == "call"}
+    for name in {n for n, into in called if into}:
+        for k, into in enumerate(sorted(i for n, i in called if n == name)):
+            new = name if k == 0 else f"{name}_into_{k}"
+            names[name, into] = new
+            functions[new] = replace(program.functions[name], name=new, into=into)
+    rename = lambda line: replace(line, fn=names.get((line.fn, _indices(line)), line.fn)) if line.op == "call" else line  # noqa: E731
+    return replace(program.map_lines(lambda line: [rename(line)]), functions=functions)
+
+
+def _indices(line: Line) -> tuple[int, ...]:
+    return tuple(i for i, p in enumerate(line.into) if p is not None)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
