@@ -1,0 +1,249 @@
+"""What a program costs: floating point operations and bytes of every line, from shapes alone; seconds, on a given device.
+
+[Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the products is bound by memory, and
+compilers fuse it, so it takes the bytes of its kernels (fzero/schedule/fusion.py) / bandwidth. The two add up: products and the rest run one after the
+other. A roofline of the whole function, which takes the larger of the two, is below what is measured.
+
+Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fzero.mesh import AbstractMesh
+from fzero.program.block import Joint
+from fzero.program.ir import TRANSFERS, Function, Line, Program, Value, transfer_bytes
+from fzero.program.segment import ancestors
+from fzero.schedule.devices import Device
+from fzero.schedule.fusion import PRODUCTS, kernels, packet
+from fzero.schedule.temporaries import temporaries
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What running a function once costs.
+
+    Attributes:
+        flops: floating point operations of its products, by the dtype they run in.
+        product_bytes: read and written by products.
+        bytes: read and written in all.
+        num_kernels: products and fused kernels.
+        num_calls: calls from Python.
+    """
+
+    flops: Mapping[torch.dtype, float] = field(default_factory=dict)
+    bytes: float = 0.0
+    product_bytes: float = 0.0
+    num_kernels: int = 0
+    num_calls: int = 1
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+    def seconds(self, device: Device) -> float:
+        """See [Note: seconds]."""
+        products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
+        products = max(products, self.product_bytes / device.memory_bandwidth)
+        return products + (self.bytes - self.product_bytes) / device.memory_bandwidth + self.num_calls * device.call_seconds
+
+
+_costs: dict[str, weakref.WeakKeyDictionary[Function, Cost]] = {}
+
+
+def cost_of(function: Function, backend: str = "inductor") -> Cost:
+    """FLOPs and bytes of one call, worked out once per function and backend.
+
+    Args:
+        function: a function of a program.
+        backend: "inductor", where chains of pointwise operations write nothing in between, or "eager", where every operation does.
+    """
+    known = _costs.setdefault(backend, weakref.WeakKeyDictionary())
+    if function not in known:
+        known[function] = _cost(function, backend)
+    return known[function]
+
+
+def _cost(function: Function, backend: str) -> Cost:
+    found = kernels(function.graph, backend)
+    flops: dict[torch.dtype, float] = {}
+    for node in function.graph.graph.nodes:
+        if amount := product_flops(node):
+            dtype = _dtype(node)
+            flops[dtype] = flops.get(dtype, 0) + amount
+    return Cost(
+        flops=flops,
+        bytes=sum(k.nbytes for k in found.kernels),
+        product_bytes=sum(k.nbytes for k in found.kernels if k.product is not None),
+        num_kernels=len(found.kernels),
+    )
+
+
+def product_flops(node: fx.Node) -> float:
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
+
+    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the scores that it computes again.
+    """
+    kind = packet(node)
+    if kind not in PRODUCTS:
+        return 0
+    formula = _ATTENTION_ON_CPU.get(kind) or flop_registry[kind]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+_ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(d.shape, q.shape, k.shape, v.shape),
+}
+"""What torch's registry lacks."""
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.all_input_nodes[-1 if packet(node) in (aten.addmm, aten.baddbmm) else 0].meta["val"]
+    return value.dtype
+
+
+# --- lines ---
+
+
+def channel(line: Line) -> str | None:
+    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; None for a line that moves nothing."""
+    if line.op not in TRANSFERS:
+        return None
+    return f"{'gather' if line.op == 'all_gather_start' else 'reduce'}:{','.join(line.attrs['axes'])}"
+
+
+def local_bytes(value: Value, mesh: AbstractMesh) -> int:
+    """Bytes of a value on one rank: of a shard its padded part."""
+    if value.placement.kind != "shard":
+        return value.nbytes
+    return -(-math.prod(value.shape) // mesh.axis_size(value.placement.axes)) * value.dtype.itemsize
+
+
+def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
+    """Time of one execution of a line on a device; of a start, that of its transfer; of a wait or a loop itself, none.
+
+    A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
+    """
+    values, mesh = program.values_by_name, program.mesh
+    match line.op:
+        case "call":
+            return cost_of(program.functions[line.fn], backend).seconds(device)
+        case "cast":
+            return (local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)) / device.memory_bandwidth
+        case "accumulate":
+            return 3 * local_bytes(line.out[0], mesh) / device.memory_bandwidth
+        case "assign":
+            return 2 * local_bytes(values[line.args[0]], mesh) / device.memory_bandwidth
+        case "take_shard":  # a view where the leaf divides, else a padded copy
+            part = local_bytes(line.out[0], mesh)
+            return 0.0 if part * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes else 2 * part / device.memory_bandwidth
+        case _:
+            return transfer_seconds(line, program, device) if line.op in TRANSFERS else 0.0
+
+
+def transfer_seconds(line: Line, program: Program, device: Device) -> float:
+    """Time of one transfer, by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its share over
+    the host's links to others, so an axis with k ranks on each host has k of them."""
+    mesh = program.mesh
+    size = mesh.axis_size(line.attrs["axes"])
+    if size == 1:
+        return 0.0
+    per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
+    intra, inter = device.links["intra"], device.links["inter"]
+    num_hosts = size // per_host
+    if line.op == "all_reduce_start":  # small ones go up and down a tree
+        inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
+    else:
+        across = num_hosts if num_hosts > 1 else 0
+        inside = size - 1 - across if num_hosts > 1 else size - 1
+    sent = transfer_bytes(line, program.values_by_name, mesh)
+    bandwidth = intra.bandwidth if num_hosts == 1 else inter.bandwidth if per_host == 1 else min(intra.bandwidth, per_host * inter.bandwidth)
+    return max(0, inside) * intra.latency + across * inter.latency + sent / bandwidth
+
+
+@functools.lru_cache(maxsize=1024)
+def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
+    """How many ranks of a group over `axes` share a host, in the group where they are fewest. Ranks are row-major over the mesh's axes."""
+    stride, offsets = 1, [0]
+    for name, length in reversed(mesh.axes.items()):
+        if name in axes:
+            offsets = [o + stride * i for i in range(length) for o in offsets]
+        stride *= length
+    inside = set(offsets)
+    fewest = len(offsets)
+    strides = {name: math.prod(list(mesh.axes.values())[i + 1 :]) for i, name in enumerate(mesh.axes)}
+    for first in range(mesh.size):
+        if first in inside or all((first // strides[a]) % mesh.axes[a] == 0 for a in axes):
+            if any((first // strides[a]) % mesh.axes[a] for a in axes):
+                continue
+            hosts: dict[int, int] = {}
+            for o in offsets:
+                host = (first + o) // devices_per_host
+                hosts[host] = hosts.get(host, 0) + 1
+            fewest = min(fewest, *hosts.values())
+    return fewest
+
+
+# --- a step ---
+
+
+def hardware_flops(program: Program) -> float:
+    """FLOPs of products that a rank runs in one step, recomputation included."""
+    return sum(times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.op == "call")
+
+
+def model_flops(program: Program) -> float:
+    """FLOPs of products that a rank's part of the batch takes in one step, whatever is recomputed: the numerator of model FLOPs utilisation.
+
+    A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside blocks count as they run. Attention's
+    backward counts as twice its forward, not with the scores that fused attention computes again. For a chain of layers that is three times the forward.
+    """
+    total = 0.0
+    for line, times in program.walk():
+        if line.op != "call":
+            continue
+        if "call" in line.attrs:
+            total += times * _joint_flops(line.attrs["joint"], line.attrs["backward"], tuple(line.attrs["grads"]))
+        else:
+            total += times * _counted(program.functions[line.fn].graph.graph.nodes)
+    return total
+
+
+_joint: weakref.WeakKeyDictionary[Joint, dict[Any, float]] = weakref.WeakKeyDictionary()
+
+
+def _joint_flops(joint: Joint, backward: bool, grads: tuple[int, ...]) -> float:
+    known = _joint.setdefault(joint, {})
+    if (backward, grads) not in known:
+        outputs = joint.graph.outputs
+        nodes = ancestors(outputs[: joint.num_outputs], stop=set())
+        if backward:
+            nodes = ancestors([outputs[joint.num_outputs + g] for g in grads], stop=set()) - nodes
+        known[backward, grads] = _counted(nodes)
+    return known[backward, grads]
+
+
+def _counted(nodes: Iterable[fx.Node]) -> float:
+    """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel spends 2.5 times."""
+    total = 0.0
+    for node in nodes:
+        kind = str(packet(node))
+        total += product_flops(node) * (0.8 if "attention" in kind and kind.endswith("backward") else 1)
+    return total
+
+
+__all__ = ["Cost", "channel", "cost_of", "hardware_flops", "local_bytes", "model_flops", "product_flops", "seconds", "temporaries", "transfer_seconds"]
