@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     """The nodes that are views of nothing but `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
     found = set(roots)
     for node in graph.nodes:
-        if node.op == "call_function" and compat.is_view(node.target) and node.all_input_nodes and set(node.all_input_nodes) <= found:
+        view = node.op == "call_function" and (compat.is_view(node.target) or node.target is operator.getitem)
+        if view and node.all_input_nodes and set(node.all_input_nodes) <= found:
             found.add(node)
     return found - roots
 
