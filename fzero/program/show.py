@@ -61,8 +61,7 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 def statements(program: Program) -> list[str]:
     """Each line as it runs, without indentation, in the order of `Program.walk`."""
-    started: dict[str, str] = {}
-    return [_loop(line) if line.op == "loop" else _statement(line, program, 0, started).text() for line, _ in program.walk()]
+    return [_loop(line) if line.op == "loop" else _statement(line, program, 0).text() for line, _ in program.walk()]
 
 
 def _signature(program: Program) -> str:

@@ -1,0 +1,248 @@
+"""What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
+
+A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is given, and a wait hands
+out what its transfer filled. A storage is alive from the line that makes it until no name refers to it; names are let go of where the program
+says so (`del`). While a call runs its temporaries are alive as well. The pool (see [Note: pool] in program/ir.py) is there for the whole run;
+what lies in it has a role, but no bytes of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
+from fzero.program.show import last_reads
+
+aten = torch.ops.aten
+
+ROLES = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
+"""What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
+backward to the update, whole and sharded. `saved`: kept from the forward for the backward. `activations`: what else functions return. `temporaries`:
+inside a call. `idle_pool`: the part of the pool that nothing lies in. `other`: scalars, the step, the key, literal tensors."""
+
+
+class Sample(NamedTuple):
+    """Bytes alive while a line runs, in the order of `ROLES`. `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
+
+    line: int
+    turn: int
+    by_role: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_role)
+
+
+def resting_bytes(program: Program) -> int:
+    """Bytes of the state between steps, on each rank."""
+    return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values())
+
+
+def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
+    """A sample for each line that runs, in order; of a loop the first two turns: the others are like the second.
+
+    Args:
+        program: ordered; with or without a pool.
+        temporaries: peak bytes inside a call of a function beyond its inputs and outputs.
+    """
+    return list(_Memory(program, temporaries).run())
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    nbytes: int
+    role: str
+    pooled: bool = False
+
+
+class _Memory:
+    """The storages that are alive, while walking through the lines."""
+
+    def __init__(self, program: Program, temporaries: Callable[[Function], int]):
+        self.program, self.values, self.roles = program, program.values(), roles(program)
+        self.waits = {line.args[0]: line for line, _ in program.walk() if line.op == "wait"}
+        self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
+        self.outputs = {name: output_storages(f) for name, f in program.functions.items()}
+        self.names: dict[str, tuple[_Storage, ...]] = {}
+        self.references: dict[_Storage, int] = {}
+        self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
+        self.pooled = 0  # bytes of the pool that something lies in
+        self.alive = dict.fromkeys(ROLES, 0)
+        self.number = -1
+        for value in program.inputs:
+            leaf = program.leaves.get(value.name)
+            nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+            self._hold(value.name, (_Storage(nbytes, self.roles[value.name]),))
+        for function in program.functions.values():
+            self.alive["other"] += sum(x.nbytes for x in function.graph.constants.values())
+
+    def run(self) -> Iterator[Sample]:
+        return self._lines(self.program.lines, 0)
+
+    def _lines(self, lines: Sequence[Line], turn: int) -> Iterator[Sample]:
+        for line, dead in zip(lines, last_reads(lines, self.program), strict=True):
+            self.number += 1
+            if line.op == "loop":
+                begin = self.number
+                for inner in range(min(line.attrs["count"], 2)):
+                    self.number = begin
+                    yield from self._lines(line.body, inner)
+            else:
+                for name, storages in self._made(line):
+                    self._hold(name, storages)
+                yield self._sample(line, turn)
+            for name in dead:
+                self._release(name)
+
+    def _sample(self, line: Line, turn: int) -> Sample:
+        now = dict(self.alive)
+        now["temporaries"] += self.temporaries[line.fn] if line.op == "call" else 0
+        now["idle_pool"] = self.program.pool_bytes - self.pooled
+        return Sample(self.number, turn, tuple(now[role] for role in ROLES))
+
+    def _hold(self, name: str, storages: tuple[_Storage, ...]) -> None:
+        for storage in storages:
+            before = self.references.get(storage, 0)
+            self.references[storage] = before + 1
+            if before == 0:
+                self.alive[storage.role] += storage.nbytes
+                self.pooled += storage.nbytes * storage.pooled
+        self.names[name] = storages
+
+    def _release(self, name: str) -> None:
+        for storage in self.names.pop(name):
+            self.references[storage] -= 1
+            if self.references[storage] == 0:
+                del self.references[storage]
+                self.alive[storage.role] -= storage.nbytes
+                self.pooled -= storage.nbytes * storage.pooled
+
+    # --- what a line makes ---
+
+    def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
+        """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then to what it still reads."""
+        match line.op:
+            case "call":
+                made: dict[int, _Storage] = {}
+                for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs[line.fn], strict=True)):
+                    place = line.into[k] if line.into else None
+                    if argument is not None and place is None:
+                        yield value.name, self.names[line.args[argument]]
+                    else:
+                        if place is not None or root not in made:
+                            made[root] = self._storage(value.name, nbytes, place)
+                        yield value.name, (made[root],)
+            case "wait":
+                for value, storage in zip(line.out, self.names[line.args[0]], strict=False):
+                    yield value.name, (storage,)
+            case "accumulate" if line.out[0].name in self.names:
+                pass
+            case "take_part":
+                yield line.out[0].name, self.names[line.args[0]]
+            case "take_shard" if self.values[line.args[0]].numel % self.program.mesh.axis_size(line.attrs["axes"]) == 0:
+                yield line.out[0].name, self.names[line.args[0]]
+            case op if op in TRANSFERS:
+                wait = self.waits[line.out[0].name]
+                results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
+                copies = [self._lie(a, line.into[k]) if line.into else self.names[a][0] for k, a in enumerate(line.args)]
+                yield line.out[0].name, (*results, *(copies if line.op != "all_gather_start" or not line.into else ()))
+            case _:
+                for k, value in enumerate(line.out):
+                    yield value.name, (self._fresh(value, k, line),)
+
+    def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
+        """The storage of result `k` of a line that makes it anew."""
+        return self._storage(value.name, math.prod(value.held(self.program.mesh)) * value.dtype.itemsize, line.into[k] if line.into else None)
+
+    def _lie(self, name: str, place: Place | None) -> _Storage:
+        """Where an argument of a transfer is read from: its place in the pool, which may be a copy."""
+        return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
+
+    def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
+        if place is None:
+            return _Storage(nbytes, self.roles.get(name, "activations"))
+        known = self.lying.get(place)
+        if known is None or known not in self.references:
+            # a rank's part of a gather lies within the gather
+            known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True)
+        return known
+
+
+class Output(NamedTuple):
+    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of `nbytes`."""
+
+    argument: int | None
+    root: int
+    nbytes: int
+
+
+def output_storages(function: Function) -> list[Output]:
+    """The storage of each result. Results that are views of one tensor share it."""
+    places = {n: i for i, n in enumerate(function.graph.inputs)}
+    roots = [_root(n) for n in function.graph.outputs]
+    numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
+    found = []
+    for node in roots:
+        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0  # a literal belongs to the function
+        found.append(Output(places.get(node), numbers[node], nbytes))
+    return found
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a node's value lies in."""
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        viewed = source.op == "call_function" and compat.is_view(source.target)  # one of the results of `unbind` or `split`
+        if compat.is_view(node.target) or node.target is aten._unsafe_view.default or (not compat.is_operator(node.target) and viewed):
+            node = source
+        else:
+            return node
+    return node
+
+
+# --- roles ---
+
+
+def roles(program: Program) -> dict[str, str]:
+    """What every value is for, one of `ROLES`."""
+    lines = [line for line, _ in program.walk()]
+    values = program.values()
+    known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
+    known = {name: role if role in ROLES else "other" for name, role in known.items()}
+    leaves = set(known)
+    backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
+    gradients: set[str] = set()  # what the update reads of the backward, and what that was made of without a function between
+    gathered: set[str] = set()
+    late: set[str] = set()  # read in the backward
+    for i, line in reversed(list(enumerate(lines))):
+        made = {v.name for v in line.out}
+        read = {a for a in line.args if a not in leaves}
+        if line.op == "call":
+            gradients |= {a for a in read if line.writes and values[a].shape}
+        elif line.op != "take_shard" and not made.isdisjoint(gradients):
+            gradients |= read
+        if line.op == "all_gather_start":
+            gathered |= made | read
+        if i >= backward and line.op == "call":
+            late |= read
+    for i, line in enumerate(lines):
+        for value in line.out:
+            if value.name in gradients:
+                role = "gradients"
+            elif value.name in gathered or (line.op == "wait" and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
+                role = "gathered"
+            elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
+                role = "batch"
+            elif not value.shape:
+                role = "other"
+            else:
+                role = "saved" if i < backward and value.name in late else "activations"
+            known[value.name] = role
+    return known

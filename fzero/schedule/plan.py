@@ -1,0 +1,234 @@
+"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on every wire, a timeline.
+
+It is data, worked out from the program and a device's rates (fzero/schedule/devices.py). It must not know how a program came about, nor run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.errors import FzeroValueError, message
+from fzero.program.ir import Program, transfer_bytes
+from fzero.program.show import statements
+from fzero.schedule.cost import channel, cost_of, model_flops, seconds, temporaries
+from fzero.schedule.devices import Device, get_device
+from fzero.schedule.memory import ROLES, Sample, memory_of, resting_bytes
+from fzero.schedule.timeline import Event, simulate
+
+
+class At(NamedTuple):
+    """A line of a program: its number, as `Program.walk` counts, and its text, as it runs."""
+
+    index: int
+    text: str
+
+
+class Channel(NamedTuple):
+    """A queue of transfers in one step of a rank: bytes it sends, how many transfers, seconds they take, seconds that compute waits for them."""
+
+    bytes: int
+    num_transfers: int
+    busy_seconds: float
+    exposed_seconds: float
+
+
+class Wait(NamedTuple):
+    """Seconds a step that compute waits at a line, for a transfer of a channel."""
+
+    line: At
+    channel: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step of a program costs a rank, predicted. Made by `fz.lower(...).plan` and `train.plan`.
+
+    Attributes:
+        name, mesh: of the program.
+        device: whose rates were used.
+        backend: that the functions were assumed to be built with.
+        step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in which they wait for transfers.
+        channels: by name, `gather:data` or `reduce:data`.
+        waits: every line that waits, in order.
+        peak_bytes: the most memory alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
+        resting_bytes: the state between steps.
+        pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
+        model_flops: products of one step of this rank's part of the batch, recomputation left out.
+        mfu: model FLOPs utilisation: the share of the step that the device would need for `model_flops` at the rate it attains.
+        memory: a sample a line that runs, in order; of a loop, two turns.
+        events: the timeline.
+        lines: the text of every line.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
+        >>> params, batch = {"w": torch.empty(1024, 512, device="meta")}, torch.empty(8, 1024, device="meta")
+        >>> found = fz.lower(step, fz.AbstractMesh(data=8), params, batch).plan
+        >>> found.resting_bytes, found.channels["gather:data"].bytes
+        (262176, 1835008)
+        >>> fz.fits(found, "80GB")
+        True
+    """
+
+    name: str
+    mesh: str
+    device: Device
+    backend: str
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    channels: Mapping[str, Channel]
+    waits: tuple[Wait, ...]
+    peak_bytes: int
+    peak_line: At
+    breakdown: Mapping[str, int]
+    resting_bytes: int
+    pool_bytes: int
+    model_flops: float
+    mfu: float
+    memory: tuple[Sample, ...] = field(repr=False)
+    events: tuple[Event, ...] = field(repr=False)
+    lines: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        from fzero.schedule.render import table
+
+        return table(self)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is for."""
+        from fzero.schedule.render import as_json
+
+        return _written(as_json(self), path)
+
+    def save_trace(self, path: str | Path, measured: Sequence[Event] | None = None) -> None:
+        """Writes the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing, with the memory over it.
+
+        Args:
+            path: of the JSON file.
+            measured: what `train.profile` returned, shown beside the prediction as a process of its own.
+        """
+        from fzero.schedule.render import trace
+
+        _written(trace(self, measured), path)
+
+    def save_picture(self, path: str | Path, budget: str | int | None = None) -> None:
+        """Draws memory over the lines of the step, stacked by role, with its peak.
+
+        Args:
+            path: ends in .png or .svg.
+            budget: drawn as a line: bytes, or text as `fits` takes it.
+
+        Raises:
+            FzeroValueError: another ending, or no matplotlib, which `fzero[plan]` installs.
+        """
+        from fzero.schedule.render import picture
+
+        picture(self, Path(path), None if budget is None else parse_bytes(budget))
+
+
+def plan(program: Program, device: Device | str | None = None, *, backend: str = "inductor") -> Plan:
+    """What a finished program costs each rank in one step. No device is touched.
+
+    Args:
+        program: lowered and ordered.
+        device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this machine's.
+        backend: that its functions will be built with: it decides what a call holds in between.
+
+    Raises:
+        FzeroValueError: an unknown device.
+    """
+    found = device if isinstance(device, Device) else get_device(device, program.mesh.device_type)
+    walked = list(program.walk())
+    line_of = statements(program)
+    timeline = simulate(program, functools.partial(seconds, program=program, device=found, backend=backend), found.asynchronous)
+    sent: dict[str, int] = {}
+    for line, times in walked:
+        queue = channel(line)
+        if queue is not None:
+            sent[queue] = sent.get(queue, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
+    exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
+    for number, waiting in timeline.exposed.items():
+        exposed[timeline.waited[number]] += waiting
+    memory = memory_of(program, functools.partial(temporaries, backend=backend))
+    peak = max(memory, key=lambda sample: (sample.total, sample.turn))
+    flops = model_flops(program)
+    return Plan(
+        name=program.name,
+        mesh=str(program.mesh),
+        device=found,
+        backend=backend,
+        step_seconds=timeline.step_seconds,
+        compute_seconds=timeline.compute_seconds,
+        exposed_seconds=timeline.exposed_seconds,
+        channels={q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q]) for q, n in sorted(sent.items())},
+        waits=tuple(Wait(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
+        peak_bytes=peak.total,
+        peak_line=At(peak.line, line_of[peak.line]),
+        breakdown=dict(zip(ROLES, peak.by_role, strict=True)),
+        resting_bytes=resting_bytes(program),
+        pool_bytes=program.pool_bytes,
+        model_flops=flops,
+        mfu=flops / timeline.step_seconds / found.rate(_compute_dtype(program)) if timeline.step_seconds else 0.0,
+        memory=tuple(memory),
+        events=tuple(timeline.events),
+        lines=tuple(line_of),
+    )
+
+
+def fits(plan: Plan, budget: str | int) -> bool:
+    """Whether a plan's peak stays within a budget of memory.
+
+    Args:
+        plan: of a step.
+        budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
+
+    Raises:
+        FzeroValueError: text that is no size.
+    """
+    return plan.peak_bytes <= parse_bytes(budget)
+
+
+_UNITS = {"": 1, **{f"{p}": 1000 ** (i + 1) for i, p in enumerate("KMGT")}, **{f"{p}I": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}
+
+
+def parse_bytes(size: Any) -> int:
+    """A number of bytes from a number or text.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(4096)
+        (80000000000, 1610612736, 4096)
+
+    Raises:
+        FzeroValueError: what is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", size.upper()) if isinstance(size, str) else None
+    if found is None or found[2] not in _UNITS:
+        raise FzeroValueError(message("plan", f"{size!r} is no amount of memory", fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)'))
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _compute_dtype(program: Program) -> torch.dtype:
+    """The dtype that most products run in."""
+    flops: dict[torch.dtype, float] = {torch.float32: 0.0}
+    for line, times in program.walk():
+        if line.op == "call":
+            for dtype, n in cost_of(program.functions[line.fn]).flops.items():
+                flops[dtype] = flops.get(dtype, 0.0) + times * n
+    return max(flops, key=lambda dtype: flops[dtype])
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text)
+    return text

@@ -1,0 +1,195 @@
+"""A plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not hold."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fzero.errors import FzeroValueError, message
+from fzero.schedule.memory import ROLES
+from fzero.schedule.timeline import COMPUTE, Event
+
+if TYPE_CHECKING:
+    from fzero.schedule.plan import Plan
+
+_WIDTH = 120  # columns of a table
+_LONGEST_WAITS = 5
+
+
+def table(plan: Plan) -> str:
+    """As plain text: totals, what the peak consists of, channels, the longest waits."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False)
+
+    def plain() -> str:
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+    def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        console.print(Text(title))
+        out = Table(width=_WIDTH)
+        for i, column in enumerate(columns):
+            last = i == len(columns) - 1
+            out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
+        for row in rows:
+            out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
+        console.print(out)
+
+    share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    show(
+        f"{plan.name} on mesh {plan.mesh} of {plan.device.name}",
+        ("a step of each rank", "predicted", ""),
+        [
+            ("peak memory", as_bytes(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
+            ("at rest", as_bytes(plan.resting_bytes), "the state between steps"),
+            ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
+            ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
+            ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
+        ],
+    )
+    show("at the peak", ("", "bytes", "share"), [(role, as_bytes(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n])
+    if not plan.channels:
+        return plain()
+    show(
+        "transfers",
+        ("channel", "sends", "transfers", "busy", "exposed"),
+        [(q, as_bytes(c.bytes), str(c.num_transfers), as_seconds(c.busy_seconds), as_seconds(c.exposed_seconds)) for q, c in plan.channels.items()],
+    )
+    longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
+    if longest:
+        show("longest waits", ("seconds a step", "channel", "line"), [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest])
+    return plain()
+
+
+def brief(text: str, width: int = 84) -> str:
+    """A statement in one line of a table: of many results the first, of many arguments as many as there is room for."""
+    out, equals, code = text.partition(" = ")
+    if equals and "(" not in out and len(text) > width and "," in out.rstrip(","):
+        text = f"{out.split(',')[0]}, … = {code}"
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def as_bytes(num: float) -> str:
+    """As read: three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.4g} {unit}"
+        num /= 1000
+    return f"{num:.4g} TB"
+
+
+def as_seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
+
+
+# --- data ---
+
+
+def as_json(plan: Plan) -> str:
+    """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of `memory_columns`."""
+    data = {
+        "name": plan.name,
+        "mesh": plan.mesh,
+        "device": plan.device.name,
+        "backend": plan.backend,
+        "step_seconds": plan.step_seconds,
+        "compute_seconds": plan.compute_seconds,
+        "exposed_seconds": plan.exposed_seconds,
+        "peak_bytes": plan.peak_bytes,
+        "peak_line": plan.peak_line._asdict(),
+        "breakdown": dict(plan.breakdown),
+        "resting_bytes": plan.resting_bytes,
+        "pool_bytes": plan.pool_bytes,
+        "model_flops": plan.model_flops,
+        "mfu": plan.mfu,
+        "channels": {name: c._asdict() for name, c in plan.channels.items()},
+        "waits": [{"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits],
+        "memory_columns": ["line", "turn", *ROLES],
+        "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+# --- a trace ---
+
+
+def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
+    """Chrome-trace JSON: the prediction, and beside it what was measured, each a process with a thread a queue."""
+    memory = {(s.line, s.turn): s for s in plan.memory}
+    events = _process(1, f"predicted: {plan.device.name}, mesh {plan.mesh}", plan.events, plan.lines)
+    for event in plan.events:
+        sample = memory.get((event.line, event.turn)) if event.queue == COMPUTE else None
+        if sample is not None:
+            events.append({"ph": "C", "pid": 1, "name": "memory", "ts": event.start * 1e6, "args": dict(zip(ROLES, sample.by_role, strict=True))})
+    if measured is not None:
+        events += _process(2, "measured", measured, plan.lines)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Trace times are in microseconds."""
+    threads = {queue: i for i, queue in enumerate(dict.fromkeys([COMPUTE, *sorted({e.queue for e in events})]))}
+    out: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
+    for queue, tid in threads.items():
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": queue}})
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    for e in events:
+        if e.seconds > 0:
+            args = {"line": e.line, "turn": e.turn, "text": lines[e.line]}
+            out.append({"ph": "X", "pid": pid, "tid": threads[e.queue], "name": e.name, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
+    return out
+
+
+# --- a picture ---
+
+
+def picture(plan: Plan, path: Path, budget: int | None) -> None:
+    """Memory over the lines that run, stacked by role, with the peak and its line."""
+    if path.suffix not in (".png", ".svg"):
+        raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FzeroValueError(message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")) from error
+    scale, unit = _unit(max(plan.peak_bytes, budget or 0))
+    rows = [[s.by_role[i] / scale for s in plan.memory] for i in range(len(ROLES))]
+    shown = [i for i in range(len(ROLES)) if any(rows[i])]
+    peak = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    colors = [f"C{i}" for i in shown]
+    axes.stackplot(range(len(plan.memory)), [rows[i] for i in shown], labels=[ROLES[i] for i in shown], colors=colors, step="mid", linewidth=0)
+    top = plan.peak_bytes / scale
+    axes.plot([peak], [top], "k.", markersize=8)
+    left = peak < len(plan.memory) / 2
+    axes.annotate(
+        f"{top:.3g} {unit} at line {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
+        (peak, top),
+        xytext=(8 if left else -8, 6),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        va="bottom",
+        fontsize=8,
+        family="monospace",
+        parse_math=False,
+    )
+    if budget is not None:
+        axes.axhline(budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set(xlim=(0, max(1, len(plan.memory) - 1)), ylim=(0, 1.2 * max(top, (budget or 0) / scale)))
+    axes.set(xlabel="lines, in the order they run", ylabel=f"{unit} on each rank", title=f"{plan.name} on mesh {plan.mesh}: memory")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _unit(num: float) -> tuple[float, str]:
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num >= scale:
+            return scale, unit
+    return 1.0, "B"
