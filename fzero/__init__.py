@@ -10,6 +10,7 @@ from fzero.program.block import block
 from fzero.program.show import show
 from fzero.runtime.build import has_compiler
 from fzero.runtime.compile import CompiledEval, CompiledStep, compile
+from fzero.schedule.plan import fits
 from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
 from fzero.transforms.accumulate import accumulate
 from fzero.transforms.precision import mixed_precision
@@ -37,6 +38,7 @@ __all__ = [
     "data_parallel",
     "errors",
     "eval_step",
+    "fits",
     "has_compiler",
     "lower",
     "make_mesh",

@@ -7,6 +7,7 @@ After every arrow the program is verified. Nothing here needs devices: `lower` w
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,9 @@ from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
 from fzero.program.verify import verify
 from fzero.schedule import buffers
+from fzero.schedule.devices import Device
 from fzero.schedule.order import order
+from fzero.schedule.plan import Plan, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, remat, shard, spread
 from fzero.transforms.base import find
@@ -45,6 +48,15 @@ class Lowered:
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """What a step costs each rank: memory, bytes on every channel, time; on this machine's device, as the inductor backend builds it."""
+        return self.plan_on()
+
+    def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
+        """As `plan`, for a device: its rates, or the name of a known one ("h100", …) or of a calibration file."""
+        return plan(self.program, device, backend=backend)
 
 
 def lower(step: Step | EvalStep, mesh: AbstractMesh, params: Any, batch: Any) -> Lowered:

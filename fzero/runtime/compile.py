@@ -23,6 +23,7 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import as_called, executable
+from fzero.schedule.plan import Plan, plan
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 
 
@@ -35,6 +36,7 @@ class _Compiled:
         self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._lowered: Lowered | None = None
+        self._planned: Any = (None, None)  # a program and its plan
 
     @property
     def program(self) -> Program:
@@ -42,6 +44,13 @@ class _Compiled:
         if self._lowered is None:
             raise FzeroValueError(message("compile", "there is no program yet", fix="call the step once, or use fz.lower(step, mesh, params, batch).program"))
         return self._lowered.program
+
+    @property
+    def plan(self) -> Plan:
+        """What the program that ran last was predicted to cost each rank, on this machine's device."""
+        if self.program is not self._planned[0]:
+            self._planned = self.program, plan(self.program, backend=self.backend)
+        return self._planned[1]
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
         key = (id(params), tree.structure(batch), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch))
