@@ -49,6 +49,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         carrier.begin(memory)
         return tuple(x.clone() if _within(x, memory) else x for x in run(*trees))  # the pool is written again by the next run
 
+    whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
     return whole_run
 
 
