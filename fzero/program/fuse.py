@@ -6,6 +6,7 @@ reads parameters is left alone: taken in, it would hold them beside the block's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,7 +69,7 @@ def _between(program: Program) -> tuple[int, int] | None:
     params = {n for n, leaf in program.leaves.items() if leaf.role == "params"}
     params |= {v.name for line in program.lines if line.op == "cast" and line.args[0] in params for v in line.out}
     blocks = [i for i, line in enumerate(program.lines) if "call" in line.attrs]
-    pair = next(((i, j) for i, j in zip(blocks, blocks[1:], strict=False) if _is_pair(program.lines[i], program.lines[j])), None)
+    pair = next(((i, j) for i, j in itertools.pairwise(blocks) if _is_pair(program.lines[i], program.lines[j])), None)
     if pair is None:
         return None
     glue = program.lines[pair[0] + 1 : pair[1]]

@@ -1,154 +1,147 @@
 """remat: what a block keeps from its forward for its backward. Acts on the program.
 
 In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's joint
-graph in two: the forward returns saved values beside its outputs, the vjp takes them. What is a view of a parameter is never
-kept, whatever the policy: it would keep the gathered parameter alive.
+graph in two (fzero/program/split.py): the forward returns saved values beside its outputs, the vjp takes them. What is a view of a parameter is
+never kept, whatever the policy: it would keep the gathered parameter alive. The last block is not split: its vjp follows its forward at
+once, and both are one function (fzero/program/fuse.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-import torch.fx as fx
-
-from fzero import compat
 from fzero.errors import FzeroValueError, message
-from fzero.program.block import Joint
 from fzero.program.ir import Line, Program, Value
-from fzero.program.record import Recorded
-from fzero.program.segment import ancestors, extract, views_of
+from fzero.program.split import Choices, Kept, Split
 from fzero.program.trace import Functions
 from fzero.transforms.base import Transform, applied
 
-POLICIES = ("full", "min_cut", "none")
+POLICIES = ("full", "min_cut", "none", "auto")
+FINEST = 16  # "auto" looks for a fraction in steps of 1/16
 
 
 @dataclass(frozen=True)
 class Remat(Transform):
-    policy: str = "min_cut"
+    policy: str | float = "min_cut"
     order: ClassVar[int] = 40
     name: ClassVar[str] = "remat"
 
 
-def remat(step: Any = None, policy: str = "min_cut") -> Any:
+def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     """Chooses what each block recomputes in its backward.
 
-    Equal to the untransformed step: bit for bit, recomputation repeats the same operations.
+    Equal to the untransformed step: bit for bit on the eager backend, recomputation repeats the same operations.
 
     Args:
-        step: a step, or the policy when called without one: `remat("full")`.
+        step: a step, or the policy when called without one: `remat("full")`, `remat(0.5)`.
         policy: "full" keeps only the inputs of a block and recomputes the rest; "none" keeps everything the backward reads;
             "min_cut", also the default of a step without `remat`, keeps the cut of the block's graph that holds the fewest bytes among those
             whose recomputation is cheap (no matrix product is repeated).
+            A number from 0.0 to 1.0 is the share, in bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the choice
+            that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never recomputes more.
+            "auto" is the largest such share, in steps of 1/16, with which the step fits the memory budget; without a budget it is "min_cut".
 
-    Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy.
-    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs.
+    Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy, but for the last block.
+    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds besides
+        at most f times what "none" does. The last block keeps nothing under any policy: its forward and backward are one function.
 
     Raises:
-        FzeroValueError: an unknown policy.
+        FzeroValueError: an unknown policy, or a number that is no fraction.
 
-    Paper: Chen et al., Training deep nets with sublinear memory cost, 2016.
+    Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor rematerialization, ICLR 2021, for
+        choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023, for the cut.
     """
-    if isinstance(step, str):
+    if isinstance(step, (str, int, float)):
         step, policy = None, step
-    if policy not in POLICIES:
-        raise FzeroValueError(message("remat", f"unknown policy {policy!r}", fix=f"one of {', '.join(map(repr, POLICIES))}"))
+    if isinstance(policy, (int, float)) and not isinstance(policy, bool):
+        if not 0.0 <= policy <= 1.0:
+            raise FzeroValueError(message("remat", f"keeps a share of activation memory, from 0.0 to 1.0, not {policy}", fix="e.g. remat(0.5)"))
+        policy = float(policy)
+    elif policy not in POLICIES:
+        raise FzeroValueError(message("remat", f"unknown policy {policy!r}", fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)"))
     return applied(Remat(policy), step)
 
 
-def rewrite(program: Program, policy: str) -> Program:
-    """Splits every block that is called both forward and backward."""
+def choose(program: Program, budget_bytes: int, peak_of: Callable[[Program], int]) -> Remat:
+    """The record that "auto" stands for under a memory budget: the largest fraction whose program fits, 0.0 where none does.
+
+    Args:
+        program: the program before remat.
+        budget_bytes: bytes of one device.
+        peak_of: the peak, in bytes of one rank, of the step that follows from a program that remat has rewritten. Called at most six times.
+    """
+    known: dict[Any, Choices] = {}
+
+    def fits(sixteenths: int) -> bool:
+        return peak_of(rewrite(program, sixteenths / FINEST, known)) <= budget_bytes
+
+    if fits(FINEST):
+        return Remat(1.0)
+    low, high = 0, FINEST  # `low` fits, or nothing does
+    if not fits(0):
+        return Remat(0.0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Remat(low / FINEST)
+
+
+def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | None = None) -> Program:
+    """Splits every block that is called both forward and backward.
+
+    Args:
+        program: a base program.
+        policy: as of `remat`; "auto" is "min_cut".
+        known: what was found out about blocks of this program before: the same dictionary for each rewrite of it.
+    """
     if policy == "full":
         return program
+    known = {} if known is None else known
     backward = {line.attrs["call"]: line for line, _ in program.walk() if line.attrs.get("backward")}
     kept = {line.fn for line, _ in program.walk() if line.attrs.get("call") not in backward}
     functions = Functions({name: f for name, f in program.functions.items() if name in kept})
-    splits: dict[tuple[Joint, tuple[int, ...]], _Split] = {}
-    names: dict[int, dict[str, str]] = {}  # call -> saved node -> value name
-    inputs: dict[int, tuple[str, ...]] = {}  # call -> the names of all inputs of the joint graph
+    alive = _alive(program)
+    splits: dict[Any, Split] = {}
+    names: dict[int, dict[str, str]] = {}  # call -> kept node -> value name
 
     def visit(line: Line) -> list[Line]:
         call: Any = line.attrs.get("call")
         if call not in backward:
             return [line]
-        joint: Joint = line.attrs["joint"]
-        key = (joint, backward[call].attrs["grads"])
+        joint = line.attrs["joint"]
+        key = (joint, backward[call].attrs["grads"], alive[joint])
         if key not in splits:
-            splits[key] = _split(joint, key[1], policy, functions)
+            if key not in known:
+                known[key] = Choices(*key)
+            splits[key] = known[key].split(_kept(known[key], policy), functions)
         split = splits[key]
         if not line.attrs["backward"]:
+            names[call] = {n: line.out[i].name for n, i in split.reused.items()}
             saved = [Value(f"saved_{call}_{j}", tuple(v.shape), v.dtype) for j, v in enumerate(split.saved.values())]
-            names[call] = dict(zip(split.saved, (v.name for v in saved), strict=True))
+            names[call].update(zip(split.saved, (v.name for v in saved), strict=True))
             args = tuple(line.attrs["inputs"][i] for i in split.forward_inputs)
             return [replace(line, args=args, out=(*line.out, *saved), fn=split.forward, by="remat")]
-        inputs[call] = line.attrs["inputs"]
-        args = tuple(inputs[call][i] for i in split.backward_inputs) + tuple(names[call][n] for n in split.saved)
+        args = tuple(line.attrs["inputs"][i] for i in split.backward_inputs) + tuple(names[call][n] for n in split.kept)
         return [replace(line, args=args, fn=split.backward, by="remat")]
 
     return replace(program.map_lines(visit), functions=functions.by_name)
 
 
-@dataclass(frozen=True)
-class _Split:
-    forward: str
-    backward: str
-    forward_inputs: tuple[int, ...]
-    backward_inputs: tuple[int, ...]  # of the joint graph: inputs of the block, then tangents
-    saved: dict[str, torch.Tensor]
+def _kept(choices: Choices, policy: str | float) -> Kept:
+    if isinstance(policy, str):
+        return choices.none if policy == "none" else choices.min_cut
+    return choices.fraction(policy)
 
 
-def _split(joint: Joint, grads: tuple[int, ...], policy: str, functions: Functions) -> _Split:
-    graph = joint.graph.graph
-    places = graph.find_nodes(op="placeholder")
-    outputs = joint.graph.outputs
-    forward_outputs = list(outputs[: joint.num_outputs])
-    backward_outputs = [outputs[joint.num_outputs + g] for g in grads]
-    weights = set(places[: joint.num_params])
-    keep = _kept(joint, backward_outputs, weights) if policy == "none" else _min_cut(joint, forward_outputs, backward_outputs, weights)
-    keep = [n for n in graph.nodes if n in keep]
-    forward, forward_inputs = _pruned(joint.graph, places[: joint.num_inputs], [*forward_outputs, *keep])
-    backward, used = _pruned(joint.graph, [*places, *keep], backward_outputs)
-    backward_inputs = tuple(i for i in used if i < len(places))
-    saved = {keep[i - len(places)].name: keep[i - len(places)].meta["val"] for i in used if i >= len(places)}
-    if len(saved) != len(keep):  # what the backward turns out not to read is not saved
-        keep = [n for n in keep if n.name in saved]
-        forward, forward_inputs = _pruned(joint.graph, places[: joint.num_inputs], [*forward_outputs, *keep])
-    return _Split(functions.add(joint.name, forward), functions.add(f"{joint.name}_vjp", backward), forward_inputs, backward_inputs, saved)
-
-
-def _pruned(source: Recorded, inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[Recorded, tuple[int, ...]]:
-    needed = ancestors(outputs, stop=set(inputs))
-    used = tuple(i for i, n in enumerate(inputs) if n in needed)
-    return extract(source, [inputs[i] for i in used], outputs), used
-
-
-def _kept(joint: Joint, backward_outputs: list[fx.Node], weights: set[fx.Node]) -> set[fx.Node]:
-    """Everything of the forward that the backward reads, but for inputs, constants and views of parameters."""
-    graph = joint.graph.graph
-    late: set[fx.Node] = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents_")}
-    varying: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
-    needed = ancestors(backward_outputs, stop=set())
-    for node in graph.nodes:
-        if any(a in late for a in node.all_input_nodes):
-            late.add(node)
-        if any(a in varying for a in node.all_input_nodes):
-            varying.add(node)
-    views = views_of(graph, weights)
-    keep: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or node in late or node not in varying or node in views or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        if any((u in late and u in needed) or u in backward_outputs for u in node.users) or node in backward_outputs:
-            keep.add(node)
-    return keep
-
-
-def _min_cut(joint: Joint, forward_outputs: list[fx.Node], backward_outputs: list[fx.Node], weights: set[fx.Node]) -> set[fx.Node]:
-    places = joint.graph.inputs
-    copy = extract(joint.graph, places, [*forward_outputs, *backward_outputs], names=[n.name for n in places])
-    roots = set(copy.inputs[: joint.num_params])
-    names = compat.min_cut(copy.module(), joint.num_outputs, views_of(copy.graph, roots))
-    views = views_of(joint.graph.graph, weights)
-    return {n for n in joint.graph.graph.nodes if n.name in names and n.op == "call_function" and n not in views and isinstance(n.meta["val"], torch.Tensor)}
+def _alive(program: Program) -> dict[Any, frozenset[int]]:
+    """For each block the outputs that another block reads, whichever call: they are kept as its input, so the block may read them for nothing."""
+    blocks = [line for line, _ in program.walk() if "joint" in line.attrs]
+    read = {a for line in blocks for a in line.args}
+    alive: dict[Any, frozenset[int]] = {}
+    for line in blocks:
+        if not line.attrs.get("backward", True):
+            here = frozenset(i for i, v in enumerate(line.out) if v.name in read)
+            alive[line.attrs["joint"]] = alive.get(line.attrs["joint"], here) & here
+    return alive

@@ -1,0 +1,232 @@
+"""What a block keeps: shares of activation memory, the choice under a budget, and that none of it changes a result."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import MODELS, STAGES, batches, meta, meta_part, part
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroValueError
+from fzero.program.ir import Program
+from fzero.program.split import Choices, flops_of
+from fzero.transforms.remat import Remat, choose, rewrite
+
+lower_file = importlib.import_module("fzero.lower")
+FRACTIONS = [i / 16 for i in range(17)]
+
+
+def base_of(loss: Any, params: Any, batch: Any) -> Program:
+    """The program before remat."""
+    found: list[Program] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_file.remat, "rewrite", lambda program, *_: found.append(program) or program)
+        fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
+    return found[0]
+
+
+@functools.cache
+def base(model: str) -> Program:
+    return base_of(MODELS[model].loss, meta(MODELS[model].init(fz.random.key(0))), meta_part(batches(1)[0], 1))
+
+
+def choices_of(program: Program) -> list[Choices]:
+    known: dict[Any, Choices] = {}
+    rewrite(program, "none", known)
+    return list(known.values())
+
+
+def saved_bytes(program: Program) -> int:
+    return sum(v.nbytes for line, _ in program.walk() for v in line.out if v.name.startswith("saved_"))
+
+
+def flops(program: Program) -> int:
+    return sum(flops_of(n) for line, _ in program.walk() if line.op == "call" for n in program.functions[line.fn].graph.graph.nodes if n.op == "call_function")
+
+
+def gated(p, x):
+    """Views of a parameter, of an input and of an activation; an output that its own backward reads."""
+    a, b = p["w"].chunk(2, dim=1)
+    h = x.view(-1, x.shape[-1]) @ a
+    u, v = torch.exp(h).chunk(2, dim=-1)
+    return torch.tanh((u * torch.sigmoid(v)) @ b[:, : u.shape[-1]].T @ p["o"]).view(x.shape)
+
+
+gate = fz.block(gated)
+
+
+def gated_loss(params, x):
+    for p in params:
+        x = gate(p, x)
+    return x.square().mean()
+
+
+@functools.cache
+def gated_base() -> Program:
+    d = 8
+    params = [{"w": torch.empty(d, 2 * d, device="meta"), "o": torch.empty(d, d, device="meta")} for _ in range(3)]
+    return base_of(gated_loss, params, torch.empty(4, 3, d, device="meta"))
+
+
+PROGRAMS = {"gpt": lambda: base("gpt"), "mixed": lambda: base("mixed"), "gated": gated_base}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_more_never_keeps_less_nor_recomputes_more(name):
+    program = PROGRAMS[name]()
+    found = [(saved_bytes(p), flops(p)) for p in (rewrite(program, f) for f in FRACTIONS)]
+    assert found == sorted(found, key=lambda x: (x[0], -x[1]))
+    assert len(set(found)) > (1 if name == "mixed" else 3)  # the blocks of mixed have one thing to keep
+    everything = saved_bytes(rewrite(program, "none"))
+    assert all(nbytes <= f * everything for f, (nbytes, _) in zip(FRACTIONS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_ends_are_none_and_full(name):
+    program = PROGRAMS[name]()
+    assert saved_bytes(rewrite(program, 0.0)) == 0
+    assert flops(rewrite(program, 0.0)) <= flops(program)
+    assert [str(x) for x in rewrite(program, 1.0).lines] == [str(x) for x in rewrite(program, "none").lines]
+    assert flops(rewrite(program, 1.0)) == min(flops(rewrite(program, f)) for f in FRACTIONS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_set_of_nodes_beats_a_corner(name):
+    """Against every subset of what could be kept: none has as few bytes and fewer FLOPs than a corner, or as few FLOPs and fewer bytes."""
+    for choices in choices_of(PROGRAMS[name]()):
+        nodes = sorted(choices.nbytes if len(choices.nbytes) < 12 else choices.none.nodes, key=lambda n: n.name)
+        every = [choices.keep(s) for r in range(len(nodes) + 1) for s in itertools.combinations(nodes, r)]
+        for corner in choices._corners():
+            for other in every:
+                assert not (other.nbytes <= corner.nbytes and other.flops < corner.flops), (corner, other)
+                assert not (other.nbytes < corner.nbytes and other.flops <= corner.flops), (corner, other)
+
+
+def test_what_is_recomputed_first_is_what_costs_least():
+    (layer,) = [c for c in choices_of(base("gpt")) if c.joint.name == "layer"]
+    cheapest = min(layer.flops[n] for n in layer.early if "mm" in str(n.target))
+    enough = next(k for k in layer.frontier if k.flops < cheapest)  # no matrix product is repeated
+    assert enough.nbytes < 0.75 * layer.none.nbytes
+
+
+def test_what_is_kept_is_storage_of_the_blocks_own():
+    """No view of a parameter, of an input or of something else that is kept."""
+    for block in choices_of(gated_base()):
+        kept = {str(n.target) for n in block.none.nodes}
+        assert block.none.nodes and all(n.op == "call_function" for n in block.none.nodes)
+        assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), kept
+    program = rewrite(gated_base(), "none")
+    shapes = [v.shape for line in program.lines for v in line.out if v.name.startswith("saved_")]
+    assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
+
+
+@fz.block
+def cell(p, x):
+    return torch.tanh(x @ p)
+
+
+def test_an_output_that_the_next_block_reads_is_not_kept_twice():
+    params, x = [torch.empty(8, 8, device="meta") for _ in range(3)], torch.empty(4, 8, device="meta")
+
+    def loss(params, x):
+        for p in params:
+            x = cell(p, x)
+        return x.mean()
+
+    program = fz.lower(fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x).program
+    assert saved_bytes(program) == 0
+    (second,) = [line for line in program.lines if line.attrs.get("call") == 1 and line.attrs["backward"]]
+    (first,) = [line for line in program.lines if line.attrs.get("call") == 1 and not line.attrs["backward"]]
+    assert first.out[0].name in second.args
+    assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}  # it is not recomputed either
+
+
+# numerics
+
+
+def losses_and_params(model: str, transform: Any, steps: int = 3) -> Any:
+    mesh = fz.make_mesh(data=-1)
+    step = fz.train_step(MODELS[model].loss, models.OPTIMIZERS["clipped"]())
+    train = fz.compile(transform(step), mesh, backend="eager")
+    state, losses = train.init(MODELS[model].init), []
+    for batch in batches(steps):
+        state, metrics = train(state, part(batch, mesh))
+        losses.append(metrics["loss"])
+    return torch.stack(losses), train.gather(state).params
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_choice_gives_the_same_bits(model):
+    want = losses_and_params(model, fz.remat("full"))
+    for policy in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, "none", "min_cut", "auto"):
+        got = losses_and_params(model, fz.remat(policy))
+        for a, b in zip(fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
+            assert torch.equal(a, b), policy
+
+
+def run_fractions(fractions: list[Any]) -> Any:
+    return [losses_and_params("gpt", fz.compose(STAGES[3](), fz.accumulate(2), fz.remat(f))) for f in fractions]
+
+
+def test_every_choice_gives_the_same_bits_on_two_ranks(run_ranks):
+    for results in run_ranks(2, run_fractions, ["full", 0.3, 0.7, 1.0]):
+        for got in results[1:]:
+            for a, b in zip(fz.tree.leaves(got), fz.tree.leaves(results[0]), strict=True):
+                assert torch.equal(a, b)
+
+
+# under a budget
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.1, 0.35, 0.5, 0.99, 1.0, 2.0])
+def test_choose_finds_the_largest_fraction_that_fits(spare):
+    program, calls = base("gpt"), []
+
+    def peak_of(p: Program) -> int:
+        calls.append(p)
+        return 1000 + saved_bytes(p)
+
+    budget = 1000 + int(spare * saved_bytes(rewrite(program, "none")))
+    found = choose(program, budget, peak_of)
+    assert len(calls) <= 6 and isinstance(found, Remat) and isinstance(found.policy, float)
+    assert peak_of(rewrite(program, found.policy)) <= budget
+    fitting = [f for f in FRACTIONS if peak_of(rewrite(program, f)) <= budget]
+    assert found.policy == max(fitting)
+
+
+def test_choose_gives_the_least_where_nothing_fits():
+    assert choose(base("gpt"), 10, lambda p: 1000 + saved_bytes(p)) == Remat(0.0)
+
+
+def test_auto_without_a_budget_is_min_cut():
+    program = base("gpt")
+    assert [str(x) for x in rewrite(program, "auto").lines] == [str(x) for x in rewrite(program, "min_cut").lines]
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, float("nan"), 2])
+def test_a_number_that_is_no_fraction(wrong):
+    with pytest.raises(FzeroValueError) as raised:
+        fz.remat(wrong)
+    assert str(wrong) in str(raised.value) and "0.0 to 1.0" in str(raised.value) and "Fix: e.g. remat(0.5)" in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", ["half", True, False, None, [0.5]])
+def test_an_unknown_policy(wrong):
+    step = fz.train_step(models.gpt_loss, optim.sgd(0.1))
+    with pytest.raises(FzeroValueError) as raised:
+        fz.remat(step, wrong)
+    assert repr(wrong) in str(raised.value) and "'auto'" in str(raised.value) and "remat(0.5)" in str(raised.value)
+
+
+def test_fractions_are_one_record_however_written():
+    step = fz.train_step(models.gpt_loss, optim.sgd(0.1))
+    assert fz.remat(step, 1) == fz.remat(1.0)(step) == fz.remat(fz.remat(step, 1.0), 1)
+    with pytest.raises(FzeroValueError, match=r"remat\(policy=0.5\)"):
+        fz.remat(fz.remat(step, 0.25), 0.5)
