@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -28,9 +29,10 @@ class Group:
     Only one group should be asked at a time; the others cost nothing but their memory.
     """
 
-    def __init__(self, script: str, size: int, args: Sequence[str] = (), *, timeout: float = 600.0):
+    def __init__(self, script: str, size: int, args: Sequence[str] = (), *, threads: int = 1, timeout: float = 600.0, cache: str | None = None):
         self._timeout = timeout
         self._cache = tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True)  # every group compiles from nothing
+        cache = cache or self._cache.name  # unless it is told where others have
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(size)]  # noqa: SIM115 - closed by close()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -39,10 +41,12 @@ class Group:
         for rank in range(size):
             env = {
                 **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "MKL_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": str(threads),
+                "MKL_NUM_THREADS": str(threads),
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
+                "TORCHINDUCTOR_CACHE_DIR": cache,
+                "XDG_CACHE_HOME": cache,
+                "FZERO_CACHE_DIR": cache,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "RANK": str(rank),
@@ -124,6 +128,26 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> None:
         answers.flush()
 
 
+# --- flags ---
+
+MODEL = ("layers", "width", "heads", "seq", "batch")
+
+
+def model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
+    """The sizes of the model, as `Config` in model.py has them. Without a default a flag is None until a preset fills it."""
+    for name in MODEL:
+        parser.add_argument(f"--{name}", type=int, default=defaults.get(name), help="global" if name == "batch" else None)
+
+
+def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
+    """Flags as a worker is given them."""
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+
+
+def verdict(value: float, limit: float) -> str:
+    return "met" if value <= limit else "MISSED"
+
+
 # --- memory of this process ---
 
 
@@ -190,16 +214,26 @@ def _commit() -> str:
 
 
 def publish(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], data: Mapping[str, Any], out: Path = RESULTS
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    notes: Sequence[str],
+    data: Mapping[str, Any],
+    out: Path = RESULTS,
+    draw: Callable[[Any], None] | None = None,
 ) -> None:
-    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured) to `out`."""
+    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured) to `out`.
+
+    With `draw`, which is given a matplotlib figure, also `name.svg`, which the .md shows. Without matplotlib there is no picture.
+    """
     from rich.console import Console
     from rich.table import Table
 
     where = environment()
     table = Table(title=title)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
     for row in rows:
         table.add_row(*map(str, row))
     console = Console(width=max(Console().width, 130))  # a log file is as wide as a table
@@ -213,6 +247,24 @@ def publish(
     lines += [f"- Measured {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}, {where['system']}, "
               f"{where['cores']} cores of {where['cpu']} ({simd}), {where['memory_gib']} GiB."]  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
+    drawn = draw is not None and _picture(out / f"{name}.svg", draw)
+    if drawn:
+        lines += ["", f"![{title}](results/{name}.svg)"]  # as seen from the page that includes the .md
     (out / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1) + "\n")
     (out / f"{name}.md").write_text("\n".join(lines) + "\n")
-    console.print(f"  written: {out / name}.json, .md", highlight=False)
+    console.print(f"  written: {out / name}.json, .md{', .svg' if drawn else ''}", highlight=False)
+
+
+def _picture(path: Path, draw: Callable[[Any], None]) -> bool:
+    """Whether matplotlib is installed, and has drawn."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {path.name}: it takes matplotlib, which the extra `bench` brings", file=sys.stderr)
+        return False
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        draw(figure)
+        figure.savefig(path, metadata={"Date": None})
+    return True

@@ -1,11 +1,12 @@
-"""The step of fzero beside its peers: one model, one batch, the same processes, interleaved in one run.
+"""The step of fzero beside its peers: one model, one batch, one optimizer, interleaved in one run.
 
-    python benchmarks/peers.py                      # all contestants, about 5 minutes on 2 cores
-    python benchmarks/peers.py --only fzero_zero3 fsdp2_compile
+    python benchmarks/peers.py                      # 4 layers of width 512: about 15 minutes on 2 cores
+    python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: about an hour
+    python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
 
-Every contestant is a pair of processes that lives through the whole run and steps when it is told to; the others wait. So drift of the
-machine meets all alike, and what is compared are ratios within a round. All start from the same parameters, see the same batches,
-clip by global norm and update with AdamW. Peers use torch's fused AdamW unless told otherwise: the fastest it has on a CPU.
+All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A contestant is a pair of
+processes that steps when it is told to; the others wait. So drift of the machine meets all alike, and what is compared are ratios within a round.
+The large model lives with one contestant at a time, which are started anew in every round: memory is for the one that steps.
 """
 
 from __future__ import annotations
@@ -13,170 +14,106 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Group, peak_mib, publish, reset_peak, rss_mib, serve
+from common import RESULTS, model_flags, publish, verdict
+from contestants import CONTESTANTS, contest_flags, installed, start
 
-CONTESTANTS = {
-    "fzero_zero3": "fzero ZeRO-3",
-    "fzero_zero2": "fzero ZeRO-2",
-    "fzero_zero1": "fzero ZeRO-1",
-    "fzero_zero0": "fzero data parallel",
-    "fzero_zero3_bf16": "fzero ZeRO-3, bf16",
-    "fsdp2_compile": "FSDP2 + compile per block",
-    "fsdp2": "FSDP2",
-    "ddp": "DDP",
-    "fsdp2_bf16": "FSDP2, bf16",
+PRESETS = {
+    "small": {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8, "warmup": 2, "rounds": 7, "steps": 3, "turns": False},
+    "large": {"layers": 8, "width": 768, "heads": 12, "seq": 256, "batch": 8, "warmup": 1, "rounds": 3, "steps": 2, "turns": True},
 }
-OPTIONAL = {"fsdp2_bf16"}  # minutes a step on a CPU without native bf16
-LR, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
+
+CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, within a round, and the most that is wanted
+    ("fzero_zero3", "fsdp2_compile", 0.85),
+    ("fzero_zero3", "ddp", 1.0),
+    ("fzero_zero3", "deepspeed_zero3", 0.8),
+    ("fzero_zero2", "ddp", 0.95),
+    ("fzero_zero1", "ddp", 0.95),
+    ("fzero_zero3_bf16", "fzero_zero3", 1.1),
+    ("fzero_zero0", "ddp", None),
+    ("fzero_zero3", "fsdp2", None),
+    ("fzero_zero2", "deepspeed_zero2", None),
+    ("fzero_zero1", "deepspeed_zero1", None),
+)
+PEAK_LIMIT = 0.7  # growth of the peak, ZeRO-3 over DDP, on the large model: the small one is mostly libraries
+LOSS_LIMIT = 1e-4  # relative, fp32
+FIELDS = ("growth_mib", "build_growth_mib", "resting_mib")
 
 
-# --- one process of a contestant ---
+# --- measuring ---
 
 
-def worker(args: argparse.Namespace) -> None:
-    import os
+class Contest:
+    """The contestants of a run, started when their first turn comes, and what has been measured of each."""
 
-    import torch
-    from model import Config, make_batches
+    def __init__(self, args: argparse.Namespace, caches: str):
+        self._args, self._caches = args, caches
+        self._groups: dict[str, Any] = {}
+        self.found: dict[str, dict[str, Any]] = {}
 
-    import fzero as fz
+    def turn(self, name: str, number: int) -> None:
+        """One round of one contestant."""
+        args = self._args
+        if name not in self._groups:
+            self._start(name)
+        group, found = self._groups[name], self.found[name]
+        answers = group.ask("steps", count=args.steps)
+        share = args.processes if CONTESTANTS[name].alone == "whole" else 1  # one process that does the work of all
+        wall = max(x["wall_s"] for x in answers) / args.steps
+        cpu = statistics.mean(x["cpu_s"] for x in answers) / args.steps / share
+        found["rounds"].append({"wall_s": wall, "cpu_s": cpu})
+        if args.turns or number == args.rounds - 1:
+            settled = group.ask("settle")
+            found["growth_mib"].append(statistics.mean(x["growth_mib"] for x in settled))
+            found["resting_mib"].append(statistics.mean(x["resting_mib"] for x in settled))
+        if not args.turns or number == 0:  # started anew, it would see the same batches again
+            found["losses"] += _mean_losses(answers)
+        if args.turns:
+            self._groups.pop(name).close()
 
-    torch.set_num_threads(1)
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    mesh = fz.make_mesh()
-    rank, size = mesh.rank, mesh.size
-    batches = [tuple(t.chunk(size)[rank].contiguous() for t in batch) for batch in make_batches(config, 16)]
-    live: dict[str, Any] = {"done": 0}
-
-    def build() -> dict[str, float]:
-        live["rss"] = rss_mib()
-        reset_peak()
-        start = time.perf_counter()
-        make = _fzero if args.contestant.startswith("fzero") else _peer
-        live["step"] = make(args, config, mesh)
-        return {"setup_s": time.perf_counter() - start}
-
-    def steps(count: int) -> dict[str, Any]:
-        losses = []
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(live["step"](batches[live["done"] % len(batches)]))
-            live["done"] += 1
-        losses = [float(x) for x in losses]
-        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
-
-    def settle() -> dict[str, float]:
-        """Memory: the peak so far, and from here on a peak of its own."""
-        peak = peak_mib() - live["rss"]
-        reset_peak()
-        return {"growth_mib": peak}
-
-    serve({"build": build, "steps": steps, "settle": settle, "ready": lambda: {"pid": os.getpid()}})
-    fz.close_mesh()
-
-
-def _fzero(args: argparse.Namespace, config: Any, mesh: Any) -> Callable[[Any], Any]:
-    from model import make_init, make_loss
-
-    import fzero as fz
-    from fzero import optim
-
-    _, stage, *precision = args.contestant.split("_")
-    zero = {"zero0": fz.data_parallel, "zero1": fz.shard_opt_state, "zero2": fz.shard_grads, "zero3": fz.shard_params}[stage]
-    step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)))
-    step = fz.compose(zero(axis="data"), *(fz.mixed_precision(p) for p in precision))(step)
-    train = fz.compile(step, mesh, backend=args.backend)
-    state = train.init(make_init(config), fz.random.key(0))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    return run
-
-
-def _peer(args: argparse.Namespace, config: Any, mesh: Any) -> Callable[[Any], Any]:
-    import torch
-    from model import GPT, make_init
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    import fzero as fz
-
-    name = args.contestant
-    model: Any = GPT(make_init(config)(fz.random.key(0)), config.heads)
-    if name == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if name.endswith("bf16") else MixedPrecisionPolicy()
-        for block in (model.embed, *model.layers, model.head):
-            if name == "fsdp2_compile":
-                block.compile(fullgraph=True)
-            fully_shard(block, mesh=mesh.device_mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh.device_mesh, mp_policy=policy)
-    options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-
-    def run(batch: Any) -> Any:
-        loss = model(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return run
-
-
-# --- the coordinator ---
-
-
-def main() -> None:
-    args = _arguments()
-    if args.worker:
-        worker(args)
-        return
-    names = args.only or [n for n in CONTESTANTS if n not in OPTIONAL]
-    shared = [f"--{k}={getattr(args, k)}" for k in ("layers", "width", "heads", "seq", "batch", "optimizer", "backend")]
-    groups: dict[str, Group] = {}
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        for name in names:
-            groups[name] = Group(__file__, args.processes, ["--contestant", name, *shared])
-            groups[name].ask("ready")
-            setup = groups[name].ask("build")
-            first = groups[name].ask("steps", count=1)
-            second = groups[name].ask("steps", count=args.warmup)
-            growth = groups[name].ask("settle")
-            found[name] = {
-                "setup_s": max(x["setup_s"] for x in setup),
-                "first_step_s": max(x["wall_s"] for x in first),
-                "build_growth_mib": statistics.mean(x["growth_mib"] for x in growth),
-                "losses": _mean_losses(first) + _mean_losses(second),
-                "rounds": [],
-            }
-            print(f"{name}: ready, first step {found[name]['first_step_s']:.1f} s", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
-                answers = groups[name].ask("steps", count=args.steps)
-                wall = max(x["wall_s"] for x in answers) / args.steps
-                cpu = statistics.mean(x["cpu_s"] for x in answers) / args.steps
-                found[name]["rounds"].append({"wall_s": wall, "cpu_s": cpu})
-                found[name]["losses"] += _mean_losses(answers)
-            print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
-        for name in names:
-            found[name]["growth_mib"] = statistics.mean(x["growth_mib"] for x in groups[name].ask("settle"))
-    finally:
-        for group in groups.values():
+    def close(self) -> None:
+        for group in self._groups.values():
             group.close()
-    report(args, names, found)
+
+    def _start(self, name: str) -> None:
+        again = name in self.found
+        cache = Path(self._caches) / name
+        cache.mkdir(exist_ok=True)
+        group = self._groups[name] = start(name, self._args, self._args.processes, str(cache))
+        setup = group.ask("build")
+        first = group.ask("steps", count=1)
+        warm = group.ask("steps", count=self._args.warmup) if self._args.warmup else []
+        growth = statistics.mean(x["growth_mib"] for x in group.ask("settle"))
+        seconds = max(a["setup_s"] + b["wall_s"] for a, b in zip(setup, first, strict=True))
+        if not again:
+            losses = _mean_losses(first) + (_mean_losses(warm) if warm else [])
+            self.found[name] = {"first_step_s": seconds, "warm_first_step_s": [], "losses": losses, "rounds": [], **{k: [] for k in FIELDS}}
+        else:
+            self.found[name]["warm_first_step_s"].append(seconds)
+        self.found[name]["build_growth_mib"].append(growth)
+        print(f"{name}: ready, model and first step {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What every contestant took: seconds by round, memory, losses."""
+    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as caches:  # nothing is compiled before the first start
+        contest = Contest(args, caches)
+        try:
+            for number in range(args.rounds):
+                shift = number % len(names)
+                for name in names[shift:] + names[:shift] if number else names:
+                    contest.turn(name, number)
+                print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+        finally:
+            contest.close()
+    for found in contest.found.values():
+        found |= {k: statistics.median(r[k] for r in found["rounds"]) for k in ("wall_s", "cpu_s")}
+        found |= {f"{k}_by_round": found[k] for k in FIELDS} | {k: statistics.median(found[k]) for k in FIELDS}
+        found["build_growth_mib"] = found["build_growth_mib_by_round"][0]  # cold: later starts find what the first has compiled
+    return contest.found
 
 
 def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
@@ -184,83 +121,137 @@ def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
     return [statistics.mean(step) for step in zip(*(x["losses"] for x in answers), strict=True)]
 
 
-def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str, Any]]) -> None:
-    for name in names:
-        for kind in ("wall_s", "cpu_s"):
-            found[name][kind] = statistics.median(r[kind] for r in found[name]["rounds"])
-    ratios = {}
-    for top, bottom, kind, limit in (
-        ("fzero_zero3", "fsdp2_compile", "cpu_s", 1.0),
-        ("fzero_zero3", "fsdp2_compile", "wall_s", None),
-        ("fzero_zero3", "ddp", "cpu_s", None),
-        ("fzero_zero0", "ddp", "cpu_s", None),
-        ("fzero_zero3_bf16", "fzero_zero3", "cpu_s", 1.2),
-        ("fzero_zero3_bf16", "fzero_zero3", "wall_s", 1.2),
-    ):
-        if top in found and bottom in found:
+# --- comparing ---
+
+
+def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Every ratio and check with its limit, as data and as notes."""
+    data: dict[str, Any] = {}
+    notes = []
+    for top, bottom, limit in CPU_LIMITS:
+        for kind in ("cpu_s", "wall_s"):
+            if top not in found or bottom not in found:
+                continue
+            wanted = limit if kind == "cpu_s" or top.endswith("bf16") else None  # of bf16 both: the kernels differ, not the waits
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
-            ratios[f"{top} / {bottom}, {kind}"] = {"median": statistics.median(each), "min": min(each), "max": max(each), "limit": limit}
-    fp32 = [n for n in names if not n.endswith("bf16")]
-    checks: dict[str, Any] = {}
-    if fp32:
-        curves = [found[n]["losses"] for n in fp32]
-        spread = [(max(at) - min(at)) / min(at) for at in zip(*curves, strict=True)]
-        checks["fp32 losses agree (largest relative difference)"] = {"value": max(spread), "limit": 1e-4, "step": spread.index(max(spread))}
-    rows = [
-        (
-            CONTESTANTS[n],
-            f"{found[n]['wall_s']:.3f}",
-            f"{found[n]['cpu_s']:.3f}",
-            f"{found[n]['first_step_s']:.1f}",
-            f"{found[n]['build_growth_mib']:.0f}",
-            f"{found[n]['growth_mib']:.0f}",
-            f"{found[n]['losses'][-1]:.5f}",
-        )
-        for n in names
-    ]
+            name, middle = f"{top} / {bottom}, {kind}", statistics.median(each)
+            data[name] = {"median": middle, "min": min(each), "max": max(each), "limit": wanted}
+            notes.append(f"{name}: {middle:.3f} (rounds {min(each):.3f} to {max(each):.3f})" + _wanted(middle, wanted))
+    if "fzero_zero3" in found and "ddp" in found:
+        ours, ddp = found["fzero_zero3"], found["ddp"]
+        limit = PEAK_LIMIT if args.model == "large" else None
+        whole_run = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
+        for when, value in (("whole run", whole_run[0] / whole_run[1]), ("steps", ours["growth_mib"] / ddp["growth_mib"])):
+            name = f"fzero_zero3 / ddp, growth of the peak, {when}"
+            data[name] = {"value": value, "limit": limit}
+            notes.append(f"{name}: {value:.3f}" + _wanted(value, limit))
+    fp32 = [n for n in found if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
+    if len(fp32) > 1:
+        spread = [(max(at) - min(at)) / min(at) for at in zip(*(found[n]["losses"] for n in fp32), strict=True)]
+        worst = max(spread)
+        data["fp32 losses agree"] = {"value": worst, "limit": LOSS_LIMIT, "step": spread.index(worst)}
+        notes.append(f"fp32 losses agree, largest relative difference: {worst:.1e} at step {spread.index(worst)}{_wanted(worst, LOSS_LIMIT)}")
+    return data, notes
+
+
+def floors(found: dict[str, dict[str, Any]]) -> dict[bool, float]:
+    """CPU seconds of a step without communication, by whether in bf16: the lower of those measured."""
+    out: dict[bool, float] = {}
+    for name, x in found.items():
+        if CONTESTANTS[name].is_floor:
+            out[CONTESTANTS[name].bf16] = min(x["cpu_s"], out.get(CONTESTANTS[name].bf16, float("inf")))
+    return out
+
+
+def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str, Any]]) -> None:
     from model import Config
 
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    ratios, verdicts = compare(args, found)
+    floor = floors(found)
+    rows = []
+    for name in names:
+        x, below = found[name], floor.get(CONTESTANTS[name].bf16)
+        x["above_floor_s"] = None if below is None else x["cpu_s"] - below
+        rows.append(
+            (
+                CONTESTANTS[name].title,
+                f"{x['wall_s']:.3f}",
+                f"{x['cpu_s']:.3f}",
+                "" if below is None else f"{x['cpu_s'] - below:+.3f} ({x['cpu_s'] / below - 1:+.0%})",
+                f"{x['first_step_s']:.1f}",
+                f"{x['build_growth_mib']:.0f}",
+                f"{x['growth_mib']:.0f}",
+                "" if CONTESTANTS[name].is_floor else f"{x['losses'][-1]:.5f}",
+            )
+        )
     notes = [
         f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} heads), sequence {config.seq}, "
         f"global batch {config.batch}, {args.processes} processes with one thread each over gloo, AdamW ({args.optimizer} for the peers), clipping; "
-        f"medians of {args.rounds} interleaved rounds of {args.steps} steps."
+        f"medians of {args.rounds} interleaved rounds of {args.steps} steps"
+        + (", every contestant started anew in each." if args.turns else ", all contestants alive throughout."),
+        f"Seconds a step. CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} threads and the whole batch, "
+        "its seconds are divided. Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an eager module's.",
+        "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above what it had before the model "
+        "was built, while building and warming up, and in the steps measured.",
     ]
-    notes += [
-        f"{k}: {v['median']:.3f} (rounds {v['min']:.3f} to {v['max']:.3f})"
-        + (f", at most {v['limit']:g} wanted: {_verdict(v['median'], v['limit'])}" if v["limit"] else "")
-        for k, v in ratios.items()
-    ]
-    notes += [f"{k}: {v['value']:.1e} at step {v['step']}, at most {v['limit']:g} wanted: {_verdict(v['value'], v['limit'])}" for k, v in checks.items()]
-    columns = ("", "wall s/step", "CPU s/step and rank", "first step s", "growth MiB, build", "growth MiB, steps", "last loss")
-    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "contestant", "out")}
-    data = {"settings": settings, "contestants": found, "ratios": ratios, "checks": checks}
-    publish(args.name, "One step, beside its peers", columns, rows, notes, data, args.out)
+    columns = ("", "wall s", "CPU s", "above the floor", "first step s", "build MiB", "steps MiB", "last loss")
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    data = {"settings": settings, "contestants": found, "floors": {"bf16" if k else "fp32": v for k, v in floor.items()}, "ratios": ratios}
+    publish(args.name, "One step, beside its peers", columns, rows, notes + verdicts, data, args.out, lambda figure: draw(figure, names, found, floor))
 
 
-def _verdict(value: float, limit: float) -> str:
-    return "met" if value <= limit else "MISSED"
+def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor: dict[bool, float]) -> None:
+    shown = [n for n in reversed(names) if not CONTESTANTS[n].is_floor]
+    titles = [CONTESTANTS[n].title for n in shown]
+    colors = ["tab:blue" if CONTESTANTS[n].library == "fzero" else "tab:gray" for n in shown]
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.barh(titles, [found[n]["cpu_s"] for n in shown], color=colors)
+    for bf16, seconds in floor.items():
+        left.axvline(seconds, color="black", linewidth=0.8, linestyle=":" if bf16 else "--", label=f"floor, {'bf16' if bf16 else 'fp32'}")
+    if floor:
+        left.legend(frameon=False, loc="lower right")
+    left.set_xlabel("CPU seconds a step and rank")
+    if (slow := max(found[n]["cpu_s"] for n in shown)) > 20 * min(found[n]["cpu_s"] for n in shown):
+        left.set_xscale("log")
+        left.set_xlim(right=1.5 * slow)
+    right.barh(titles, [max(found[n]["growth_mib"], found[n]["build_growth_mib"]) for n in shown], color=colors, alpha=0.35, label="building too")
+    right.barh(titles, [found[n]["growth_mib"] for n in shown], color=colors, label="steps")
+    right.set_xlabel("growth of the peak, MiB a rank (pale: while building)")
+
+
+def _wanted(value: float, limit: float | None) -> str:
+    return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
+
+
+def main() -> None:
+    args = _arguments()
+    missing = [n for n in CONTESTANTS if not installed(n)]
+    names = args.only or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
+    if missing:
+        print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
+    report(args, names, measure(args, names))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8, help="global")
+    parser.add_argument("--model", choices=list(PRESETS), default="small", help="what the flags below are unless given: " + str(PRESETS))
+    model_flags(parser)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=2, help="steps after the first that are not measured")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="a round")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help=f"default: all but {', '.join(OPTIONAL)}")
-    parser.add_argument("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="the peers' AdamW")
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
-    parser.add_argument("--name", default="peers", help="of the files in --out")
+    parser.add_argument("--warmup", type=int, help="steps after the first that are not measured")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="a round")
+    parser.add_argument("--turns", action=argparse.BooleanOptionalAction, help="one contestant alive at a time, started anew every round")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help=f"default: all but {', '.join(n for n, x in CONTESTANTS.items() if x.optional)}")
+    contest_flags(parser)
+    parser.add_argument("--name", help="of the files in --out; default: peers, peers_large")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--contestant", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for flag, value in PRESETS[args.model].items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, value)
+    args.name = args.name or ("peers" if args.model == "small" else f"peers_{args.model}")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,0 +1,269 @@
+"""The contestants of a comparison: how each is built from the same parameters, and steps on the same batches.
+
+A script of its own: one process of a contestant, which acts on the commands of a `Group` (see `start`). Peers run as their documentation
+recommends, and join process groups by torch's own means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common import MODEL, Group, model_flags, passed_on, peak_mib, reset_peak, rss_mib, serve
+
+LR, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
+NUM_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who steps. `alone` is one process: "whole" computes the whole batch with a thread a rank, "part" one rank's part with one thread."""
+
+    title: str
+    library: str
+    stage: int | None = None
+    bf16: bool = False
+    compiled: bool = False
+    alone: str = ""
+    optional: bool = False
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it only bounds the others: the arithmetic of one rank, without communication."""
+        return self.alone == "part"
+
+
+CONTESTANTS = {
+    "fzero_zero3": Contestant("fzero ZeRO-3", "fzero", 3),
+    "fzero_zero2": Contestant("fzero ZeRO-2", "fzero", 2),
+    "fzero_zero1": Contestant("fzero ZeRO-1", "fzero", 1),
+    "fzero_zero0": Contestant("fzero data parallel", "fzero", 0),
+    "fzero_zero3_bf16": Contestant("fzero ZeRO-3, bf16", "fzero", 3, bf16=True),
+    "fzero_zero2_bf16": Contestant("fzero ZeRO-2, bf16", "fzero", 2, bf16=True),
+    "fzero_zero1_bf16": Contestant("fzero ZeRO-1, bf16", "fzero", 1, bf16=True),
+    "fzero_zero0_bf16": Contestant("fzero data parallel, bf16", "fzero", 0, bf16=True),
+    "single": Contestant("single process", "torch", alone="whole"),
+    "ddp": Contestant("DDP", "ddp"),
+    "fsdp2": Contestant("FSDP2", "fsdp2"),
+    "fsdp2_compile": Contestant("FSDP2 + compile per block", "fsdp2", compiled=True),
+    "deepspeed_zero1": Contestant("DeepSpeed ZeRO-1", "deepspeed", 1),
+    "deepspeed_zero2": Contestant("DeepSpeed ZeRO-2", "deepspeed", 2),
+    "deepspeed_zero3": Contestant("DeepSpeed ZeRO-3", "deepspeed", 3),
+    "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),  # minutes a step on a CPU without native bf16
+    "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
+    "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
+    "floor_fzero_bf16": Contestant("floor: fzero, one process, bf16", "fzero", bf16=True, alone="part"),
+}
+
+
+def installed(name: str) -> bool:
+    """Whether a contestant can run here: DeepSpeed comes with the extra `bench`."""
+    return CONTESTANTS[name].library != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+
+
+def start(name: str, args: argparse.Namespace, processes: int, cache: str | None = None) -> Group:
+    """The processes of a contestant, joined and idle."""
+    alone = CONTESTANTS[name].alone
+    flags = [f"--contestant={name}", f"--parts={processes}", *passed_on(args, *MODEL, "optimizer", "backend")]
+    group = Group(__file__, 1 if alone else processes, flags, threads=processes if alone == "whole" else 1, timeout=1200, cache=cache)
+    group.ask("join")
+    return group
+
+
+# --- one process ---
+
+
+def worker(args: argparse.Namespace) -> None:
+    contestant = CONTESTANTS[args.contestant]
+    live: dict[str, Any] = {"done": 0}
+
+    def join() -> None:
+        """Everything before the model exists: libraries, process groups, batches."""
+        import torch
+        from model import Config, make_batches
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+        live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
+        parts = 1 if contestant.alone == "whole" else args.parts
+        live["batches"] = [tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)]
+
+    def build() -> dict[str, float]:
+        live["rss"] = rss_mib()
+        reset_peak()
+        begin = time.perf_counter()
+        live["step"] = live.pop("make")()
+        return {"setup_s": time.perf_counter() - begin}
+
+    def steps(count: int) -> dict[str, Any]:
+        losses = []
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            losses.append(live["step"](live["batches"][live["done"] % NUM_BATCHES]))
+            live["done"] += 1
+        losses = [float(x) for x in losses]
+        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
+
+    def settle() -> dict[str, float]:
+        """Memory since before the model was built: the peak, from here on a new one, and what rests between steps."""
+        peak = peak_mib() - live["rss"]
+        reset_peak()
+        return {"growth_mib": peak, "resting_mib": rss_mib() - live["rss"]}
+
+    serve({"join": join, "build": build, "steps": steps, "settle": settle})
+    _leave()
+
+
+Step = Callable[[Any], Any]
+"""From a batch to its loss, with everything between."""
+
+
+def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
+    from model import make_init, make_loss
+
+    import fzero as fz
+    from fzero import optim
+
+    mesh = fz.make_mesh()
+    zero = (fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params)
+    transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
+    transforms += [fz.mixed_precision("bf16")] if contestant.bf16 else []
+
+    def make() -> Step:
+        step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)))
+        train = fz.compile(fz.compose(*transforms)(step), mesh, backend=args.backend)
+        state = train.init(make_init(config), fz.random.key(0))
+
+        def run(batch: Any) -> Any:
+            nonlocal state
+            state, metrics = train(state, batch)
+            return metrics["loss"]
+
+        return run
+
+    return make, mesh.rank
+
+
+def _torch(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
+    """A plain module, or one wrapped by DDP or FSDP2."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh: Any = None
+    if not contestant.alone:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make() -> Step:
+        model: Any = _module(config)
+        if contestant.library == "ddp":
+            model = DistributedDataParallel(model)
+        if contestant.library == "fsdp2":
+            import torch
+
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if contestant.bf16 else MixedPrecisionPolicy()
+            for block in (model.embed, *model.layers, model.head):
+                if contestant.compiled:
+                    block.compile(fullgraph=True)
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+        optimizer = _optimizer(args, model)
+
+        def run(batch: Any) -> Any:
+            from torch.nn.utils import clip_grad_norm_
+
+            loss = model(*batch)
+            loss.backward()
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return run
+
+    return make, 0 if contestant.alone else dist.get_rank()
+
+
+def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import logging
+
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # builds an operator on the first run on a machine: a minute
+    settings = {
+        "train_micro_batch_size_per_gpu": config.batch // args.parts,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": contestant.stage},
+        "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as the other peers have
+    }
+
+    def make() -> Step:
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's, about names that DeepSpeed uses: several a step
+        model = _module(config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(args, model), config=settings)
+
+        def run(batch: Any) -> Any:
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return run
+
+    return make, deepspeed.comm.get_rank()
+
+
+LIBRARIES = {"fzero": _fzero, "torch": _torch, "ddp": _torch, "fsdp2": _torch, "deepspeed": _deepspeed}
+
+
+def _module(config: Any) -> Any:
+    from model import GPT, make_init
+
+    import fzero as fz
+
+    return GPT(make_init(config)(fz.random.key(0)), config.heads)
+
+
+def _optimizer(args: argparse.Namespace, model: Any) -> Any:
+    import torch
+
+    options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def contest_flags(parser: argparse.ArgumentParser, backend: str = "inductor") -> None:
+    """What every script that starts contestants takes."""
+    parser.add_argument("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="the peers' AdamW")
+    parser.add_argument("--backend", choices=["inductor", "eager"], default=backend, help="fzero's")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--contestant", choices=list(CONTESTANTS), required=True)
+    parser.add_argument("--parts", type=int, required=True, help="of the global batch")
+    model_flags(parser)
+    contest_flags(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    worker(_arguments())
