@@ -86,11 +86,9 @@ y = dist._world
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_torch_names_stay_in_compat(path):
-    """A release of PyTorch may move them: one file has to follow, besides the collectives' operators in theirs."""
+    """A release of PyTorch may move them: one file has to follow."""
     relative = path.relative_to(ROOT / "fzero").as_posix()
     if relative == "compat.py":
         return
     found = _private_torch_names(path.read_text())
-    if relative == "comm/collectives.py":
-        found = [name for name in found if "torch.ops._c10d_functional" not in name]
     assert not found, f"use fzero/compat.py for {found}"

@@ -62,7 +62,7 @@ class SharedMemory:
         self._mesh, self._peers = mesh, peers
         self._pools: list[_Pool] = []
         self._pool: _Pool | None = None
-        self._along = {axis: _ranks_along(mesh, axis) for axis in mesh.axes}
+        self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(2)]
         self._scratch_bytes = [memoryview(x.numpy()) for x in self._scratch]
 
@@ -262,7 +262,7 @@ def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float)
     return fds
 
 
-def _ranks_along(mesh: Mesh, axis: str) -> list[int]:
+def ranks_along(mesh: Mesh, axis: str) -> list[int]:
     """The ranks that differ from this one in their place along an axis only, in its order."""
     stride = 1
     for name in reversed(mesh.axes):

@@ -1,0 +1,129 @@
+"""Both transports move what they should: through gloo, and through the memory that ranks of one host share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from pool import RaisedOnRank
+
+import fzero as fz
+from fzero.comm.collectives import ProcessGroups, merged
+from fzero.comm.shared import SharedMemory, ranks_along
+from fzero.comm.transport import transport
+from fzero.errors import DivergenceError
+from fzero.mesh import Mesh
+
+TRANSPORTS = {"gloo": ProcessGroups, "shared memory": SharedMemory}
+
+
+class Arena:
+    """Flats cut one after the other from a transport's pool."""
+
+    def __init__(self, carrier: Any, nbytes: int):
+        self.memory, self.at = carrier.pool(nbytes), 0
+
+    def __call__(self, numel: int, dtype: torch.dtype = torch.float32, align: int = 64) -> torch.Tensor:
+        self.at = -(-self.at // align) * align
+        begin, self.at = self.at, self.at + numel * dtype.itemsize
+        return self.memory[begin : self.at].view(dtype)
+
+
+def moved(shared: bool, big: int) -> tuple[str, dict[str, Any]]:
+    mesh = fz.make_mesh(data=-1, shared_memory=shared)
+    carrier, rank, size = transport(mesh), mesh.rank, mesh.size
+    new = Arena(carrier, 1 << 24)
+    generator = torch.Generator().manual_seed(rank)
+    out: dict[str, Any] = {}
+    for turn in range(3):  # the same buffers, again and again
+        carrier.begin(new.memory)
+        new.at = 0
+        shards = [torch.full((2,), float(rank + turn)), torch.full((big,), rank, dtype=torch.int64)]
+        wholes = [new(2 * size), new(big * size, torch.int64)]
+        out["gathered"] = [x.clone() for x in carrier.wait(carrier.all_gather_start(shards, "data", wholes), wholes)]
+
+        grads = [torch.randn(7, generator=generator), torch.randn(big, generator=generator)]
+        flats = [new(-(-g.numel() // size) * size) for g in grads]
+        parts = [new(f.numel() // size) for f in flats]
+        flats[1][:big].copy_(grads[1])  # one made in its place, one not
+        moving = carrier.reduce_scatter_start([grads[0], flats[1][:big]], "data", "sum", [*flats, *parts])
+        out["scattered"], out["grads"] = [x.clone() for x in carrier.wait(moving, parts)], grads
+
+        values = [torch.tensor(rank + 1.0), torch.arange(3.0) * rank]
+        flats = [new(1, align=4), new(3, align=4)]
+        sums = [new(1, align=4).view(()), new(3, align=4)]
+        out["small"] = [x.clone() for x in carrier.wait(carrier.all_reduce_start(values, "data", "sum", flats), sums)]
+        out["largest"] = carrier.wait(carrier.all_reduce_start([values[0]], "data", "max", [flats[0]]), [sums[0]])[0].clone()
+
+        flat = new(big)
+        flat.copy_(grads[1])
+        out["large"] = carrier.wait(carrier.all_reduce_start([flat], "data", "sum", [flat]), [flat])[0].clone()
+    return type(carrier).__name__, out
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("big", [5, 300_001])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_transfers(run_ranks: Any, name: str, big: int, size: int) -> None:
+    results = run_ranks(size, moved, name != "gloo", big)
+    grads = [[out["grads"][k] for _, out in results] for k in range(2)]
+    sums = [torch.stack(g).sum(0) for g in grads]
+    for rank, (kind, out) in enumerate(results):
+        assert kind == TRANSPORTS[name].__name__
+        assert torch.equal(out["gathered"][0], torch.arange(2.0, 2 + size).repeat_interleave(2))
+        assert torch.equal(out["gathered"][1], torch.arange(size).repeat_interleave(big))
+        for part, whole in zip(out["scattered"], sums, strict=True):
+            padded = torch.nn.functional.pad(whole, (0, -whole.numel() % size))
+            torch.testing.assert_close(part, padded.chunk(size)[rank])
+        assert out["small"][0] == size * (size + 1) / 2 and torch.equal(out["small"][1], torch.arange(3.0) * (size * (size - 1) / 2))
+        assert out["largest"] == size
+        torch.testing.assert_close(out["large"], sums[1])
+        assert torch.equal(out["large"], results[0][1]["large"])  # the same bits everywhere
+
+
+@pytest.mark.parametrize(("rank", "data", "replica"), [(0, [0, 1], [0, 2, 4]), (3, [2, 3], [1, 3, 5]), (5, [4, 5], [1, 3, 5])])
+def test_transfers_go_along_their_axis(rank: int, data: list[int], replica: list[int]) -> None:
+    mesh = Mesh({"replica": 3, "data": 2}, rank, torch.device("cpu"))
+    assert ranks_along(mesh, "data") == data and ranks_along(mesh, "replica") == replica
+
+
+def leaves_early() -> None:
+    mesh = fz.make_mesh(data=2, timeout=30)
+    carrier = transport(mesh)
+    memory = carrier.pool(1024)
+    carrier.begin(memory)
+    if mesh.rank == 1:
+        for peer in carrier._peers.values():  # what the end of its process does
+            peer.connection.close()
+        raise ValueError("rank 1 gives up")
+    carrier.begin(memory)
+
+
+def test_a_rank_that_leaves_is_named_at_once(run_ranks: Any) -> None:
+    start = time.monotonic()
+    first, _ = run_ranks(2, leaves_early, expect_error=True)
+    assert isinstance(first, RaisedOnRank) and "rank 1 has left" in first.traceback and DivergenceError.__name__ in first.traceback
+    assert time.monotonic() - start < 25
+
+
+def never_comes() -> None:
+    mesh = fz.make_mesh(data=2, timeout=2)
+    carrier = transport(mesh)
+    memory = carrier.pool(1024)
+    if mesh.rank == 0:
+        carrier.begin(memory)
+    else:
+        time.sleep(4)
+
+
+def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
+    first, _ = run_ranks(2, never_comes, expect_error=True)
+    assert isinstance(first, RaisedOnRank) and "rank 1 did not come in 2 s" in first.traceback
+
+
+def test_flats_behind_each_other_are_one() -> None:
+    memory = torch.arange(10.0)
+    one = merged([memory[:2], memory[2:5], memory[6:]])
+    assert [x.tolist() for x in one] == [[0, 1, 2, 3, 4], [6, 7, 8, 9]]
