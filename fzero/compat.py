@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,11 +52,138 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
 
 
-def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function takes 59."""
+def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+    """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function takes 59.
+
+    It can be saved with `artifact_bytes`; loading compiles C++ again, but no Triton kernels (they are in the artifact).
+    """
     from torch._inductor import standalone_compile
 
     return standalone_compile(graph, list(example_inputs), dynamic_shapes="from_example_inputs")
+
+
+def artifact_bytes(artifact: Any) -> bytes:
+    """An Inductor artifact as bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact.save(path=f"{folder}/artifact", format="binary")
+        return Path(folder, "artifact").read_bytes()
+
+
+def load_artifact(data: bytes) -> Callable[..., Any]:
+    """The artifact that `artifact_bytes` saved, in this or another process of the same release."""
+    from torch._inductor import CompiledArtifact
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "artifact").write_bytes(data)
+        return CompiledArtifact.load(path=f"{folder}/artifact", format="binary")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What Inductor makes of a graph before any C++ is compiled: a Python module as text, and which of the graph's inputs it writes."""
+
+    text: str
+    num_inputs: int
+    writes: tuple[int, ...]
+
+
+def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor], trust_cpu: bool) -> Lowered:
+    """Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as text.
+
+    Args:
+        graph: the operations.
+        example_inputs: tensors of the shapes, strides and dtypes it will see.
+        trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe for each set, 8 s in all.
+    """
+    import torch._inductor.config as config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    found: list[Lowered] = []
+
+    def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        compiled = compile_fx_inner(module, inputs, **kwargs)
+        found.append(Lowered(compiled.source_code, len(inputs), tuple(sorted(compiled.mutated_input_idxs))))
+        return compiled
+
+    patches: dict[str, Any] = {"compile_threads": 1, "force_disable_caches": True, "cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok}
+    unpatched = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = lambda self, argtypes, source: None  # type: ignore[method-assign]
+    try:
+        context = torch._guards.TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+        with config.patch(patches), torch._guards.tracing(context):
+            compile_fx(graph, list(example_inputs), inner_compile=inner, ignore_shape_env=True)
+    finally:
+        AsyncCompile.cpp_pybinding = unpatched  # type: ignore[method-assign]
+    (lowered,) = found
+    return lowered
+
+
+def inductor_cpp_command(source: str, output: str, trust_cpu: bool) -> list[str]:
+    """The command with which Inductor compiles a kernel: flags for this CPU, for its arithmetic, the paths of torch's headers."""
+    import torch._inductor.config as config
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with config.patch({"cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok}):
+        options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", include_pytorch=False, shared=True)
+        folder, name = os.path.split(output)
+        builder = CppBuilder(name=name.removesuffix(".so"), sources=source, BuildOption=options, output_dir=folder)
+        return shlex.split(builder.get_command_line())
+
+
+def inductor_settings() -> bytes:
+    """Inductor's settings as they are in this process, for `use_inductor_settings` in another."""
+    import torch._inductor.config as config
+
+    return config.save_config()
+
+
+def use_inductor_settings(settings: bytes) -> None:
+    import torch._inductor.config as config
+
+    config.load_config(settings)
+
+
+def inductor_settings_text() -> str:
+    """What of Inductor's settings decides what it generates, the same in every process."""
+    import torch._inductor.config as config
+
+    return repr(sorted(config.save_config_portable().items()))
+
+
+def inductor_names() -> dict[str, Any]:
+    """What the Python that Inductor generates for the CPU refers to by name. None of it needs Inductor itself, or Dynamo."""
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    return {
+        "torch": torch,
+        "math": math,
+        "inf": math.inf,
+        "nan": math.nan,
+        "device": torch.device,
+        "aten": torch.ops.aten,
+        "inductor_ops": torch.ops.inductor,
+        "extern_kernels": torch,  # matrix products with out=: see `is_extern`
+        "assert_size_stride": guards.assert_size_stride,
+        "assert_alignment": guards.assert_alignment,
+        "empty_strided": torch.empty_strided,
+        "empty_strided_cpu": guards._empty_strided_cpu,
+        "reinterpret_tensor": guards._reinterpret_tensor,
+        "alloc_from_pool": torch.ops.inductor._alloc_from_pool,
+    }
+
+
+def is_extern(name: str) -> bool:
+    """Whether `extern_kernels.name` in Inductor's code is `torch.name`."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    return hasattr(torch, name) and getattr(extern_kernels, name, None) is getattr(torch, name)
+
+
+def data_pointer_function() -> int:
+    """Address of `void* f(PyObject* tensor)`: a tensor's data pointer, for compiled kernels."""
+    return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 
 
 def native_bf16(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import FzeroValueError, message
+from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import Recorded, Recorder
 from fzero.program.segment import into_buffers
 from fzero.random import DECOMPOSITIONS
+from fzero.runtime import inductor
+from fzero.runtime.execute import as_called
 
 BACKENDS = ("inductor", "eager")
 aten = torch.ops.aten
@@ -37,14 +40,38 @@ def has_compiler() -> bool:
     return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
 
 
-def build(function: Function, backend: str, device: torch.device) -> Callable[..., Any]:
-    """A callable from the function's inputs to a tuple of its outputs; one that writes its inputs returns nothing."""
-    graph = on_device(into_buffers(function.graph, function.into), device)
-    if backend == "eager" or not _worth_compiling(graph):
-        return graph.module().forward
-    graph = _with_graph(graph, {**DECOMPOSITIONS})
-    examples = [_example(n.meta["val"], device) for n in graph.inputs]
-    return compat.inductor_compile(graph.module(), examples)
+def build(
+    functions: Mapping[str, Function], backend: str, mesh: Mesh, progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """The functions as a program's lines call them (see `execute.as_called`). All ranks of the mesh call it together.
+
+    With the inductor backend a function is compiled once: what an earlier run compiled is loaded (runtime/cache.py), the rest is divided
+    among the ranks that share a cache. See docs/build.md.
+
+    Args:
+        functions: by name.
+        backend: "inductor" or "eager".
+        mesh: whose device they run on.
+        progress: called with the number of functions this rank has compiled, the number it compiles in all, and the name of the last. By default
+            a line in the log `fzero`, at level INFO.
+
+    Communication: a few hundred bytes through the store.
+
+    Raises:
+        FzeroError: a function cannot be compiled.
+        DivergenceError: naming the rank that did not deliver what it had to compile.
+    """
+    built: dict[str, Callable[..., Any]] = {}
+    waiting: dict[str, tuple[Function, Recorded]] = {}
+    for name, function in functions.items():
+        graph = on_device(into_buffers(function.graph, function.into), mesh.device)
+        if backend == "eager" or not _worth_compiling(graph):
+            built[name] = as_called(function, graph.module().forward)
+        else:
+            waiting[name] = function, _with_graph(graph, {**DECOMPOSITIONS})
+    if waiting:
+        built |= inductor.compiled(waiting, mesh, progress)
+    return {name: built[name] for name in functions}
 
 
 def on_device(graph: Recorded, device: torch.device) -> Recorded:
@@ -124,11 +151,6 @@ def _real(value: torch.Tensor, graph: Recorded) -> torch.device:
         return value.device
     devices = {v.device for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"}
     return next(iter(devices), torch.device("cpu"))
-
-
-def _example(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like the traced one: the compiler reads shape, stride and dtype, never its values."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
 
 
 def _worth_compiling(graph: Recorded) -> bool:

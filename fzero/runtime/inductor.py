@@ -1,0 +1,157 @@
+"""Functions compiled by Inductor: from the cache, from a process that compiles, or from another rank that did."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.mesh import Mesh
+from fzero.program.ir import Function
+from fzero.program.record import Recorded
+from fzero.runtime import kernels, worker
+from fzero.runtime.cache import Cache, Entry, host, key, logger, open_cache
+from fzero.runtime.execute import as_called
+from fzero.runtime.share import Share
+
+Functions = Mapping[str, tuple[Function, Recorded]]
+"""By name: functions, and their graphs as they are to be compiled: with a buffer for each result that goes `into` one."""
+
+
+def compiled(functions: Functions, mesh: Mesh, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
+    """See `build.build`."""
+    start = time.perf_counter()
+    cache = open_cache()
+    keys = {name: key(graph, function, mesh.device) for name, (function, graph) in functions.items()}
+    load = _Loader(functions, keys)
+    built = load(cache) if cache is not None else {}
+    share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
+    mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
+    num_compiled = 0
+
+    def make(cache: Cache, names: set[str]) -> None:
+        """Compiles functions, each key once, and loads all that the cache holds then."""
+        nonlocal num_compiled
+        jobs = {keys[n]: n for n in functions if n in names}
+        counter = itertools.count(1)
+
+        def done(name: str) -> None:
+            count = next(counter)
+            if progress is not None:
+                progress(count, len(jobs), name)
+            else:
+                logger.info("compiled %d of %d: %s, %.1f s", count, len(jobs), name, time.perf_counter() - start)
+
+        if jobs:
+            num_compiled += len(jobs)
+            compile_ = _compile_apart if mesh.device.type == "cpu" else _compile_here
+            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, mesh.device, cache, share.cores, done))
+
+    if cache is not None:
+        with share.delivering():
+            make(cache, {n for n in functions if n not in built and keys[n] in mine})
+        share.wait()
+        built |= load(cache, built)
+    if len(built) < len(functions):  # the cache is off, too small, or someone clears it
+        with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
+            own = Cache(Path(folder))
+            make(own, set(functions) - set(built))
+            built |= load(own, built)
+    logger.info("%d functions are ready after %.1f s, %d of them compiled by rank %d", len(functions), time.perf_counter() - start, num_compiled, mesh.rank)
+    return built
+
+
+class _Loader:
+    """Entries made callable; those that were compiled together share a library, and load it once."""
+
+    def __init__(self, functions: Functions, keys: Mapping[str, str]):
+        self._functions, self._keys = functions, keys
+        self._libraries: dict[str, Any] = {}
+
+    def __call__(self, cache: Cache, built: Mapping[str, Any] = {}) -> dict[str, Callable[..., Any]]:
+        """Those of the functions that the cache holds and that are not built yet."""
+        entries = {name: cache.read(self._keys[name]) for name in self._functions if name not in built}
+        return {name: self._callable(name, entry, cache.path(self._keys[name])) for name, entry in entries.items() if entry is not None}
+
+    def _callable(self, name: str, entry: Entry, path: Path) -> Callable[..., Any]:
+        function, graph = self._functions[name]
+        if not entry.text:
+            return as_called(function, compat.load_artifact(entry.library))
+        library = None
+        if entry.library:
+            library = self._libraries.get(entry.digest) or kernels.load_library(path)
+            self._libraries[entry.digest] = library
+        return kernels.function_of(name, entry.text, library, [graph.constants[n] for n in _literals(graph)])
+
+
+def _compile_apart(
+    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+) -> dict[str, Callable[..., Any]]:
+    """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold."""
+    jobs = [_job(keys[name], name, function, graph) for name, (function, graph) in functions.items()]
+    skipped = worker.compile_jobs(jobs, cache, cores, done)
+    made = {}
+    for name, why in skipped.items():
+        logger.info("%s is compiled at every start, for its code holds %s", name, why)
+        made[name] = as_called(functions[name][0], _artifact(functions[name][1], device))
+        done(name)
+    return made
+
+
+def _compile_here(
+    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+) -> dict[str, Callable[..., Any]]:
+    """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache. Returns them all."""
+    made = {}
+    for name, (function, graph) in functions.items():
+        artifact = _artifact(graph, device)
+        try:
+            cache.write(keys[name], Entry("", compat.artifact_bytes(artifact)))
+        except (RuntimeError, AssertionError, OSError) as error:
+            logger.info("%s is compiled at every start: %s", name, error)
+        made[name] = as_called(function, artifact)
+        done(name)
+    cache.trim()
+    return made
+
+
+def _artifact(graph: Recorded, device: torch.device) -> Callable[..., Any]:
+    values = [n.meta["val"] for n in graph.inputs]
+    return compat.inductor_compile(graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values])
+
+
+def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:
+    """What a worker needs of a function. Its literals become arguments, for the code does not depend on their values."""
+    module = fx.Graph()
+    env = {node: module.placeholder(node.name) for node in graph.inputs}
+    literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = literals[node.target]
+        elif node not in env:
+            env[node] = module.node_copy(node, lambda n: env[n])
+            env[node].meta.clear()
+    values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in literals]
+    num_args = len(function.graph.inputs)
+    return worker.Job(
+        key=key,
+        name=name,
+        graph=fx.GraphModule({}, module),
+        inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
+        num_args=num_args,
+        num_outputs=len(function.graph.outputs),
+        writes=(*function.writes, *range(num_args, num_args + len(function.into))),
+        into=tuple(function.into),
+    )
+
+
+def _literals(graph: Recorded) -> list[str]:
+    """The names of a graph's literals, in the order in which it reads them."""
+    return list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
