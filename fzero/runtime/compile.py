@@ -22,7 +22,7 @@ from fzero.program.ir import Program
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile
 from fzero.runtime.build import build, check_backend
-from fzero.runtime.execute import as_called, executable
+from fzero.runtime.execute import executable
 from fzero.schedule.plan import Plan, plan
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
@@ -68,7 +68,7 @@ class _Compiled:
 
         def finish() -> Callable[..., Any]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
-            functions = {n: as_called(f, build(f, self.backend, self.mesh.device)) for n, f in lowered.program.functions.items() if n in used}
+            functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
             return executable(lowered.program, functions, self.mesh)
 
         return lowered, finish
