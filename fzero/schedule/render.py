@@ -63,7 +63,8 @@ def table(plan: Plan) -> str:
     )
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
-        show("longest waits", ("seconds a step", "channel", "line"), [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest])
+        rows = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
+        show("longest waits", ("seconds a step", "channel", "line"), rows)
     return plain()
 
 

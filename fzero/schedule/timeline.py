@@ -8,7 +8,7 @@ compute spends waiting is *exposed*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,8 +121,9 @@ class _Simulation:
             took, left = self.clock - begin, count - turn - 1
             if left and turn and all(abs(after - before.get(q, 0.0)) <= _ALIKE * took for q, after in self._busy().items()):
                 found.compute_seconds += left * (found.compute_seconds - compute)
-                for total, old in ((found.num_transfers, transfers), (found.busy_seconds, busy), (found.exposed, waits)):
-                    total.update({k: v + left * (v - old.get(k, 0)) for k, v in total.items()})
+                found.num_transfers = {q: n + left * (n - transfers.get(q, 0)) for q, n in found.num_transfers.items()}
+                found.busy_seconds = {q: s + left * (s - busy.get(q, 0.0)) for q, s in found.busy_seconds.items()}
+                found.exposed = {n: s + left * (s - waits.get(n, 0.0)) for n, s in found.exposed.items()}
                 self._compute(f"{left} more turns", left * took, number, turn + 1)
                 self.free = {q: t + left * took for q, t in self.free.items()}
                 return
@@ -132,7 +133,7 @@ class _Simulation:
         return {q: max(0.0, t - self.clock) for q, t in self.free.items()}
 
 
-def _inner(line: Line):
+def _inner(line: Line) -> Iterator[Line]:
     for x in line.body:
         yield x
         yield from _inner(x)

@@ -1,0 +1,447 @@
+"""The plan: liveness with known peaks, queues with known times, closed forms, what is measured, and what is drawn and written."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import time
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from models import BATCH, STAGES, batches, meta_part, part
+
+import fzero as fz
+from fzero import compat, errors, optim
+from fzero.program.ir import Function, Line, Placement, Program, Value, transfer_bytes
+from fzero.program.record import record
+from fzero.runtime.profile import allocated
+from fzero.schedule.cost import channel
+from fzero.schedule.devices import KNOWN
+from fzero.schedule.memory import ROLES, memory_of, output_storages, resting_bytes
+from fzero.schedule.plan import parse_bytes, plan
+from fzero.schedule.timeline import COMPUTE, simulate
+
+MESH = fz.AbstractMesh(data=2)
+F32 = torch.float32
+
+
+# --- programs by hand ---
+
+
+def function(name, fn, *inputs):
+    with compat.FakeTensorMode():
+        fakes = [torch.empty(shape) for shape in inputs]
+        return Function(name, record(fn, fakes, owner="test", names=[f"x_{i}" for i in range(len(fakes))]))
+
+
+def call(fn, args, *out):
+    return Line("call", args, tuple(Value(name, shape, F32) for name, shape in out), fn)
+
+
+def gather(handle, arg, out, shape):
+    start = Line("all_gather_start", (arg,), (Value(handle, (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",)})
+    return start, Line("wait", (handle,), (Value(out, shape, F32),))
+
+
+def program_of(lines, functions, outputs, inputs):
+    return Program("hand", MESH, tuple(Value(n, s, F32) for n, s in inputs), {}, tuple(lines), outputs, {f.name: f for f in functions})
+
+
+def series(program, temporaries=0):
+    return [s.total for s in memory_of(program, lambda _: temporaries)]
+
+
+def test_a_value_is_alive_from_its_line_to_its_last_reader():
+    double = function("double", lambda x: [x * 2], (100,))
+    lines = [call("double", ("batch",), ("a", (100,))), call("double", ("a",), ("b", (100,))), call("double", ("b",), ("c", (100,)))]
+    program = program_of(lines, [double], ("c",), [("batch", (100,))])
+    assert series(program) == [800, 1200, 1200]  # batch + a; batch + a + b; batch + b + c
+    assert series(program, temporaries=60) == [860, 1260, 1260]
+
+
+def test_what_is_never_read_is_gone_at_once_and_what_is_returned_stays():
+    double = function("double", lambda x: [x * 2], (100,))
+    lines = [call("double", ("batch",), ("a", (100,))), call("double", ("batch",), ("b", (100,))), call("double", ("batch",), ("c", (100,)))]
+    assert series(program_of(lines, [double], ("c",), [("batch", (100,))])) == [800, 800, 800]
+    assert series(program_of(lines, [double], ("a", "c"), [("batch", (100,))])) == [800, 1200, 1200]
+
+
+def test_views_are_not_counted_twice_and_keep_what_they_view():
+    halves = function("halves", lambda x: [*(x * 2).split(50), x.view(10, 10)], (100,))
+    same = function("same", lambda x, y: [x + y], (50,), (50,))
+    lines = [
+        call("halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))),  # a and b share 400 bytes, v is the batch
+        call("same", ("a", "a"), ("c", (50,))),
+        call("same", ("b", "c"), ("d", (50,))),
+    ]
+    program = program_of(lines, [halves, same], ("d", "v"), [("batch", (100,))])
+    assert series(program) == [800, 1000, 1200]  # b keeps all of the 400 bytes that a is gone from
+    argument, root, nbytes = zip(*output_storages(halves), strict=True)
+    assert argument == (None, None, 0) and root[0] == root[1] != root[2] and nbytes[0] == nbytes[1] == 400
+
+
+def test_results_of_matrix_products_that_are_reshaped_are_one_storage():
+    product = function("product", lambda x: [x.view(2, 5, 10) @ torch.ones(10, 10)], (10, 10))
+    assert [o.nbytes for o in output_storages(product)] == [400] and output_storages(product)[0].argument is None
+
+
+def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought():
+    double = function("double", lambda x: [x * 2], (100,))
+    start, wait = gather("g", "shard", "w", (100,))
+    lines = [start, call("double", ("batch",), ("a", (100,))), wait, call("double", ("w",), ("b", (100,))), call("double", ("a",), ("c", (100,)))]
+    program = program_of(lines, [double], ("b", "c"), [("batch", (100,)), ("shard", (50,))])
+    assert series(program) == [1000, 1400, 1400, 1800, 1800]  # 600 of inputs, then 400 of w, a; w is gone when c is made
+    roles = [dict(zip(ROLES, s.by_role, strict=True)) for s in memory_of(program, lambda _: 0)]
+    assert [r["gathered"] for r in roles] == [400, 400, 400, 400, 0]
+
+
+def test_a_reduction_holds_what_it_reads_until_its_wait():
+    double = function("double", lambda x: [x * 2], (100,))
+    start = Line("reduce_scatter_start", ("g",), (Value("h", (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",), "op": "sum"})
+    wait = Line("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
+    lines = [call("double", ("batch",), ("g", (100,))), start, call("double", ("batch",), ("a", (100,))), wait, call("double", ("a",), ("b", (100,)))]
+    program = program_of(lines, [double], ("s", "b"), [("batch", (100,))])
+    assert series(program) == [800, 1000, 1400, 1400, 1400]  # g and s until the wait, then s with a and b
+
+
+def test_a_total_lives_across_the_turns_of_its_loop():
+    double = function("double", lambda x: [x * 2], (100,))
+    body = (
+        Line("take_part", ("batch",), (Value("p", (100,), F32),), attrs={"count": 3}),
+        call("double", ("p",), ("g", (100,))),
+        Line("accumulate", ("g",), (Value("total", (100,), F32),)),
+    )
+    loop = Line("loop", attrs={"count": 3}, body=body)
+    program = program_of([loop, call("double", ("total",), ("out", (100,)))], [double], ("out",), [("batch", (300,))])
+    samples = memory_of(program, lambda _: 0)
+    assert [s.total for s in samples] == [1200, 1600, 2000, 1600, 2000, 2000, 2000]
+    assert [(s.line, s.turn) for s in samples] == [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (4, 0)]
+
+
+def test_the_pool_counts_once_for_all_that_lies_in_it():
+    program = lowered(3).program
+    assert program.pool_bytes > 0
+    for sample in memory_of(program, lambda _: 0):
+        roles = dict(zip(ROLES, sample.by_role, strict=True))
+        assert 0 <= roles["idle_pool"] <= program.pool_bytes
+        assert sample.total >= resting_bytes(program) + program.pool_bytes
+    gathered = max(dict(zip(ROLES, s.by_role, strict=True))["gathered"] for s in memory_of(program, lambda _: 0))
+    assert 0 < gathered <= program.pool_bytes
+
+
+# --- queues by hand ---
+
+
+def timed(program, times, asynchronous):
+    """`times`: seconds by name of the function or of the handle."""
+    return simulate(program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous)
+
+
+@functools.cache
+def two_gathers():
+    work = function("work", lambda x: [x * 2], (100,))
+    (start_1, wait_1), (start_2, wait_2) = gather("g_1", "s_1", "w_1", (100,)), gather("g_2", "s_2", "w_2", (100,))
+    lines = [start_1, start_2, wait_1, call("work", ("w_1",), ("a", (100,))), wait_2, call("work", ("w_2",), ("b", (100,)))]
+    return program_of(lines, [work], ("a", "b"), [("s_1", (50,)), ("s_2", (50,))])
+
+
+def test_transfers_of_a_channel_queue_and_hide_behind_compute():
+    found = timed(two_gathers(), {"g_1": 3.0, "g_2": 4.0, "work": 2.0}, asynchronous=True)
+    # the first gather is waited for in full; the second runs from 3 to 7, behind the work from 3 to 5
+    assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (9.0, 4.0, 5.0)
+    assert found.exposed == {2: 3.0, 4: 2.0} and found.busy_seconds == {"gather:data": 7.0}
+    assert [(e.start, e.seconds) for e in found.events if e.queue == "gather:data"] == [(0.0, 3.0), (3.0, 4.0)]
+
+
+def test_without_asynchrony_a_transfer_takes_its_time_at_its_wait():
+    found = timed(two_gathers(), {"g_1": 3.0, "g_2": 4.0, "work": 2.0}, asynchronous=False)
+    assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (11.0, 4.0, 7.0)
+    assert [(e.start, e.seconds) for e in found.events if e.queue == "gather:data"] == [(0.0, 3.0), (5.0, 4.0)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_loop_of_many_turns_is_exact(asynchronous):
+    """As its unrolled self; and what is not simulated is added up."""
+    program = two_gathers()
+    times = {"g_1": 3.0, "g_2": 4.0, "work": 2.0}
+    loop = replace(program, lines=(Line("loop", attrs={"count": 50}, body=program.lines),))
+    unrolled = replace(program, lines=tuple(line for _ in range(50) for line in program.lines))
+    one, other = timed(loop, times, asynchronous), timed(unrolled, times, asynchronous)
+    for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
+        assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-9)
+    assert one.num_transfers == other.num_transfers and one.busy_seconds == other.busy_seconds
+    assert len(one.events) < 50 < len(other.events)
+    assert sum(e.seconds for e in one.events if e.queue == COMPUTE) == pytest.approx(one.step_seconds)
+
+
+# --- plans of real steps ---
+
+
+@functools.cache
+def lowered(stage=3, num_micro=1, precision="fp32", policy="min_cut", ranks=2, layers=3):
+    step = fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+    step = fz.compose(STAGES[stage](), fz.accumulate(num_micro), fz.mixed_precision(precision), fz.remat(policy))(step)
+    init = functools.partial(models.gpt_init, layers=layers)
+    return fz.lower(step, fz.AbstractMesh(data=ranks), init, meta_part(batches(1)[0], ranks))
+
+
+def test_lowered_has_a_plan_that_is_made_once():
+    assert lowered().plan is lowered().plan
+    assert lowered().plan_on("h100").device is KNOWN["h100"]
+    assert lowered().plan_on("h100").step_seconds < lowered().plan_on("a100").step_seconds
+    with pytest.raises(errors.FzeroValueError) as caught:
+        lowered().plan_on("h1000")
+    assert "h1000" in str(caught.value) and "h200" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize(("stage", "num_micro", "precision"), [(0, 1, "fp32"), (1, 1, "bf16"), (2, 2, "fp32"), (3, 1, "fp32"), (3, 3, "bf16")])
+def test_parts_add_up(stage, num_micro, precision, device):
+    program = lowered(stage, num_micro, precision).program
+    found = plan(program, device)
+    assert sum(found.breakdown.values()) == found.peak_bytes == max(s.total for s in found.memory)
+    assert found.resting_bytes + found.pool_bytes < found.peak_bytes
+    assert found.step_seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
+    assert found.exposed_seconds == pytest.approx(sum(c.exposed_seconds for c in found.channels.values())) == pytest.approx(sum(w.seconds for w in found.waits))
+    assert found.lines[found.peak_line.index] == found.peak_line.text and len(found.lines) == len(list(program.walk()))
+    assert all(found.breakdown[role] > 0 for role in ("params", "opt_state", "batch", "gradients", "saved"))
+    assert min(found.breakdown.values()) >= 0 and 0 < found.mfu < 1
+    assert all(w.line.text.split(" = ")[1].startswith("wait(") for w in found.waits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_of_a_channel_are_the_closed_form(ranks):
+    """Stage 3 with everything recomputed: parameters travel twice but for the last block's and the embedding's, gradients once."""
+    program = lowered(3, policy="full", ranks=ranks if BATCH % ranks == 0 else 2).program
+    ranks = program.mesh.size
+    found = plan(program, "cpu")
+    params = [leaf for leaf in program.leaves.values() if leaf.role == "params"]
+    once = lambda prefix: sum(x.numel * 4 for x in params if x.path.startswith(prefix))  # noqa: E731
+    starts = [line for line, _ in program.walk() if line.op == "all_gather_start"]
+    gathered = sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in starts)
+    assert found.channels["gather:data"].bytes == gathered and found.channels["gather:data"].num_transfers == len(starts)
+    whole = sum(x.numel * 4 for x in params)
+    exact = (2 * whole - once("params['embed']") - once("params['head']")) * (ranks - 1) / ranks
+    assert gathered == pytest.approx(exact, abs=len(starts))
+    reduced = found.channels["reduce:data"].bytes
+    scalars = sum(transfer_bytes(x, program.values_by_name, program.mesh) for x, _ in program.walk() if x.op == "all_reduce_start")
+    assert reduced - scalars == pytest.approx(whole * (ranks - 1) / ranks, abs=len(starts))
+
+
+def test_loops_multiply_what_they_hold():
+    one, three = plan(lowered(3, 1).program, "h100"), plan(lowered(3, 3).program, "h100")
+    assert three.channels["gather:data"].bytes == 3 * one.channels["gather:data"].bytes
+    assert three.channels["gather:data"].num_transfers == 3 * one.channels["gather:data"].num_transfers
+    for line, times in lowered(3, 3).program.walk():
+        assert channel(line) is None or times in (1, 3)
+
+
+def test_more_sharding_rests_and_peaks_lower():
+    plans = [plan(lowered(stage, ranks=6, layers=6).program, "cpu") for stage in range(4)]
+    resting = [p.resting_bytes for p in plans]
+    assert resting[0] > resting[1] == resting[2] > resting[3]
+    peaks = [p.peak_bytes for p in plans]
+    assert peaks[3] <= min(peaks[:3]) and peaks[1] <= peaks[0]
+    assert plan(lowered(3, policy="full").program, "cpu").breakdown["saved"] < plan(lowered(3, policy="none").program, "cpu").breakdown["saved"]
+
+
+def test_an_evaluation_has_a_plan():
+    def evaluate(params, batch):
+        return {"loss": fz.weighted(models.gpt_loss(params, batch) * 3, 3)}
+
+    step = fz.shard_params(fz.eval_step(evaluate))
+    found = fz.lower(step, MESH, models.gpt_init, (meta_part(batches(1)[0], 2),)).plan
+    assert found.breakdown["opt_state"] == found.breakdown["saved"] == 0 < found.breakdown["gathered"]
+
+
+def test_no_transfers_no_channels():
+    found = lowered(0, ranks=1).plan
+    assert not found.channels and not found.waits and found.exposed_seconds == 0 and "transfers\n" not in str(found)
+
+
+def trillion_loss(params, batch):
+    x = models.embed(params["embed"], batch["tokens"])
+    for p in params["layers"]:
+        x = models.layer(p, x, heads=160)
+    return models.head(params["head"], x, batch["targets"])
+
+
+def trillion_init(key, width=25600, layers=128, vocab=50304, seq=2048):
+    def layer():
+        shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+        return {"ln_1": torch.ones(width), "ln_2": torch.ones(width), **{k: torch.zeros(s) for k, s in shapes.items()}}
+
+    embed = {"token": torch.zeros(vocab, width), "position": torch.zeros(seq, width)}
+    return {"embed": embed, "layers": [layer() for _ in range(layers)], "head": {"ln": torch.ones(width), "out": torch.zeros(vocab, width)}}
+
+
+def test_a_trillion_parameters_on_a_thousand_devices():
+    ranks = 1024
+    step = fz.train_step(trillion_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
+    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))(step)
+    batch = {k: torch.empty(1, 2048, dtype=torch.int64, device="meta") for k in ("tokens", "targets")}
+    lowered = fz.lower(step, fz.AbstractMesh(data=ranks), trillion_init, batch)
+    began = time.perf_counter()
+    found = lowered.plan_on("h100")
+    assert time.perf_counter() - began < 20  # the plan itself takes about one second
+    num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
+    assert num_params == pytest.approx(1e12, rel=0.02)
+    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-6)
+    block = 2 * 12 * 25600**2  # bytes of a layer in bf16
+    assert found.resting_bytes + 2 * block < found.peak_bytes < 12 * num_params
+    assert found.channels["gather:data"].bytes == pytest.approx(2 * 2 * num_params, rel=0.02)
+    assert not fz.fits(found, found.peak_bytes - 1) and fz.fits(found, found.peak_bytes)
+
+
+# --- measured ---
+
+CASES = {
+    "plain": (),
+    "full": (fz.remat("full"),),
+    "none": (fz.remat("none"),),
+    "accumulate": (fz.accumulate(2),),
+    "bf16": (fz.mixed_precision("bf16"),),
+    "bf16_accumulate": (fz.mixed_precision("bf16"), fz.accumulate(3), fz.remat("none")),
+}
+
+
+INITS = {name: functools.partial(m.init, width=128) if name == "gpt" else m.init for name, m in models.MODELS.items()}
+"""Wide enough for what libraries need inside a product in bfloat16 (tens of kB here, which no plan knows) not to matter."""
+
+
+def measured(stage, case, model="gpt"):
+    """Predicted and measured peak, in bytes, of a step on this rank."""
+    mesh = fz.make_mesh()
+    step = fz.train_step(models.MODELS[model].loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+    train = fz.compile(fz.compose(STAGES[stage](), *CASES[case])(step), mesh, backend="eager")
+    state, batch = train.init(INITS[model]), part(batches(1, size=24)[0], mesh)
+    state, _ = train(state, batch)
+    inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fz.tree.leaves((state, batch))}
+    pool = train.plan.pool_bytes  # made before the first step
+    return train.plan.peak_bytes, sum(inputs.values()) + pool + allocated(lambda: train(state, batch), mesh.device)
+
+
+@pytest.mark.parametrize(("model", "case"), [(m, c) for m in models.MODELS for c in CASES if m == "gpt" or "bf16" not in c])
+def test_the_peak_on_one_process_is_what_is_measured(case, model):
+    predicted, real = measured(0, case, model)
+    assert predicted == pytest.approx(real, rel=0.03 if "bf16" in case else 0.001)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_peak_on_two_ranks_is_what_is_measured(run_ranks, stage):
+    for case in ("plain", "bf16_accumulate"):
+        for predicted, real in run_ranks(2, measured, stage, case):
+            assert predicted == pytest.approx(real, rel=0.05), case
+
+
+def test_a_compiled_step_has_the_plan_of_what_ran_last():
+    train = fz.compile(fz.train_step(models.gpt_loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    with pytest.raises(errors.FzeroValueError, match="there is no program yet"):
+        _ = train.plan
+    state = train.init(models.gpt_init)
+    state, _ = train(state, batches(1)[0])
+    first = train.plan
+    assert first is train.plan and first.backend == "eager"
+    train(state, batches(1, size=2 * BATCH)[0])
+    assert train.plan.peak_bytes > first.peak_bytes
+
+
+def profiled(num_micro):
+    mesh = fz.make_mesh()
+    step = fz.compose(fz.shard_params(), fz.accumulate(num_micro))(fz.train_step(models.gpt_loss, optim.sgd(0.1)))
+    train = fz.compile(step, mesh, backend="eager")
+    state, batch = train.init(models.gpt_init), part(batches(1)[0], mesh)
+    state, events = train.profile(state, batch, steps=2)
+    _, metrics = train(state, batch)
+    lines = train.program.walk()
+    return events, [(line.op, times) for line, times in lines], float(metrics["loss"]), int(state.step)
+
+
+def test_a_profiled_step_times_every_line(run_ranks):
+    for num_micro in (1, 2):
+        for events, lines, loss, steps in run_ranks(2, profiled, num_micro):
+            assert steps == 4 and loss > 0
+            assert sum(e.queue == COMPUTE for e in events) == sum(times for op, times in lines if op != "loop")
+            transfers = [e for e in events if e.queue != COMPUTE]
+            assert len(transfers) == sum(times for op, times in lines if op.endswith("_start"))
+            assert all(e.seconds >= 0 for e in events) and {e.queue for e in transfers} == {"gather:data", "reduce:data"}
+            starts = [e.start for e in events if e.queue == COMPUTE]
+            assert starts == sorted(starts)
+
+
+# --- what is printed and written ---
+
+
+def test_it_prints_as_a_table():
+    found = plan(lowered().program, "cpu")
+    text = str(found)
+    assert f"line {found.peak_line.index}: " in text and "gather:data" in text and "longest waits" in text
+    assert all(role in text for role, n in found.breakdown.items() if n)
+    assert max(map(len, text.splitlines())) <= 120 and "\x1b" not in text
+    assert text.split("longest waits")[1].count("wait(") == 5
+
+
+def test_json_holds_what_the_plan_holds(tmp_path):
+    found = lowered(2, 2).plan
+    data = json.loads(found.to_json(tmp_path / "plan.json"))
+    assert data == json.loads((tmp_path / "plan.json").read_text())
+    for field in ("step_seconds", "compute_seconds", "exposed_seconds", "peak_bytes", "resting_bytes", "pool_bytes", "model_flops", "mfu", "mesh", "name"):
+        assert data[field] == getattr(found, field)
+    assert data["channels"] == {k: c._asdict() for k, c in found.channels.items()} and data["breakdown"] == found.breakdown
+    assert [sum(row[2:]) for row in data["memory"]] == [s.total for s in found.memory] and len(data["memory_columns"]) == len(data["memory"][0])
+    assert data["peak_line"]["text"] == found.peak_line.text
+
+
+def test_a_trace_has_every_channel_and_what_was_measured_beside_it(tmp_path):
+    found = plan(lowered(3, 3).program, "h100")
+    measured = [e._replace(start=2 * e.start, seconds=2 * e.seconds) for e in found.events]
+    found.save_trace(tmp_path / "trace.json", measured)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for pid in (1, 2):
+        threads = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M" and e["pid"] == pid and e["name"] == "thread_name"}
+        assert set(threads) == {COMPUTE, "gather:data", "reduce:data"}
+        for name, tid in threads.items():
+            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid))
+            assert spans and all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), name  # a queue does one thing at a time
+    assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == found.peak_bytes
+    found.save_trace(tmp_path / "alone.json")
+    assert {e["pid"] for e in json.loads((tmp_path / "alone.json").read_text())["traceEvents"]} == {1}
+
+
+def test_a_picture(tmp_path):
+    found = lowered(3, 2).plan
+    found.save_picture(tmp_path / "memory.png", budget="1MB")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "memory.png").stat().st_size > 10_000
+    found.save_picture(tmp_path / "memory.svg")
+    text = (tmp_path / "memory.svg").read_text()
+    assert "<svg" in text
+    with pytest.raises(errors.FzeroValueError) as caught:
+        found.save_picture(tmp_path / "memory.jpg")
+    assert "memory.jpg" in str(caught.value) and ".png" in str(caught.value)
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(errors.FzeroValueError) as caught:
+        lowered().plan.save_picture(tmp_path / "memory.png")
+    assert "fzero[plan]" in str(caught.value)
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 TB", 15 * 10**11), ("512mb", 512 * 10**6), ("7B", 7), (" 4 KiB ", 4096), (123, 123)]
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "80 G", "80 XB", "1e9B", -1, 1.5, None, True, "80iB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(errors.FzeroValueError) as caught:
+        fz.fits(lowered().plan, text)
+    assert repr(text) in str(caught.value) and "24GiB" in str(caught.value)
