@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ class Group:
         self._timeout = timeout
         self._cache = tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True)  # every group compiles from nothing
         cache = cache or self._cache.name  # unless it is told where others have
+        if (calibration := _calibration()).exists():  # this machine's rates are no result of compiling
+            shutil.copy(calibration, cache)
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(size)]  # noqa: SIM115 - closed by close()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -46,7 +49,7 @@ class Group:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "TORCHINDUCTOR_CACHE_DIR": cache,
                 "XDG_CACHE_HOME": cache,
-                "FZERO_CACHE_DIR": cache,
+                "FZERO_CACHE": cache,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "RANK": str(rank),
@@ -115,6 +118,12 @@ class Group:
             log.seek(0)
             texts.append(f"--- rank {rank} ---\n{log.read()[-4000:]}")
         raise RuntimeError(f"a process failed at {do!r}, or did not answer in {self._timeout:g} s\n" + "\n".join(texts))
+
+
+def _calibration() -> Path:
+    from fzero.schedule.calibrate import calibration_path
+
+    return calibration_path()
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> None:
@@ -202,6 +211,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "simd": simd,
         "memory_gib": round(memory, 1),
+        "calibrated": _calibration().exists(),
     }
 
 

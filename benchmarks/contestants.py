@@ -30,6 +30,7 @@ class Contestant:
     stage: int | None = None
     bf16: bool = False
     compiled: bool = False
+    gloo: bool = False  # of fzero, whose ranks on one host otherwise read each other's memory
     alone: str = ""
     optional: bool = False
 
@@ -44,6 +45,7 @@ CONTESTANTS = {
     "fzero_zero2": Contestant("fzero ZeRO-2", "fzero", 2),
     "fzero_zero1": Contestant("fzero ZeRO-1", "fzero", 1),
     "fzero_zero0": Contestant("fzero data parallel", "fzero", 0),
+    "fzero_zero3_gloo": Contestant("fzero ZeRO-3 over gloo", "fzero", 3, gloo=True),
     "fzero_zero3_bf16": Contestant("fzero ZeRO-3, bf16", "fzero", 3, bf16=True),
     "fzero_zero2_bf16": Contestant("fzero ZeRO-2, bf16", "fzero", 2, bf16=True),
     "fzero_zero1_bf16": Contestant("fzero ZeRO-1, bf16", "fzero", 1, bf16=True),
@@ -130,7 +132,7 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     import fzero as fz
     from fzero import optim
 
-    mesh = fz.make_mesh()
+    mesh = fz.make_mesh(device="cpu", shared_memory=not contestant.gloo)
     zero = (fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params)
     transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
     transforms += [fz.mixed_precision("bf16")] if contestant.bf16 else []
@@ -249,7 +251,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def contest_flags(parser: argparse.ArgumentParser, backend: str = "inductor") -> None:
+def contest_flags(parser: argparse.ArgumentParser, backend: str | None = "inductor") -> None:
     """What every script that starts contestants takes."""
     parser.add_argument("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="the peers' AdamW")
     parser.add_argument("--backend", choices=["inductor", "eager"], default=backend, help="fzero's")

@@ -35,6 +35,7 @@ CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, with
     ("fzero_zero3_bf16", "fzero_zero3", 1.1),
     ("fzero_zero0", "ddp", None),
     ("fzero_zero3", "fsdp2", None),
+    ("fzero_zero3_gloo", "fsdp2_compile", None),
     ("fzero_zero2", "deepspeed_zero2", None),
     ("fzero_zero1", "deepspeed_zero1", None),
 )
@@ -187,11 +188,13 @@ def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str
         )
     notes = [
         f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} heads), sequence {config.seq}, "
-        f"global batch {config.batch}, {args.processes} processes with one thread each over gloo, AdamW ({args.optimizer} for the peers), clipping; "
-        f"medians of {args.rounds} interleaved rounds of {args.steps} steps"
-        + (", every contestant started anew in each." if args.turns else ", all contestants alive throughout."),
-        f"Seconds a step. CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} threads and the whole batch, "
-        "its seconds are divided. Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an eager module's.",
+        f"global batch {config.batch}, AdamW ({args.optimizer} for the peers), clipping; {args.processes} processes with one thread each: peers over gloo, "
+        "fzero through shared memory unless it says gloo.",
+        f"Seconds a step: medians of {args.rounds} interleaved rounds of {args.steps} steps, "
+        + ("every contestant started anew in each." if args.turns else "all contestants alive throughout."),
+        f"CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} threads and the whole batch, "
+        "its seconds are divided.",
+        "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an eager module's.",
         "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above what it had before the model "
         "was built, while building and warming up, and in the steps measured.",
     ]
