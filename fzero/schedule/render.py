@@ -164,7 +164,7 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
     peak = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
-    colors = [f"C{i}" for i in shown]
+    colors = ["lightgray" if ROLES[i] == "idle_pool" else f"C{i}" for i in shown]
     axes.stackplot(range(len(plan.memory)), [rows[i] for i in shown], labels=[ROLES[i] for i in shown], colors=colors, step="mid", linewidth=0)
     top = plan.peak_bytes / scale
     axes.plot([peak], [top], "k.", markersize=8)
