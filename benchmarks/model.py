@@ -101,7 +101,9 @@ def make_batches(config: Config, count: int, seed: int = 0) -> list[tuple[torch.
 
 
 class Part(nn.Module):
-    """One piece of the tree as a module: its parameters under their names."""
+    """One piece of the tree as a module: its parameters under their names, cast to the compute dtype where there is one."""
+
+    compute: torch.dtype | None = None
 
     def __init__(self, params: dict[str, torch.Tensor]):
         super().__init__()
@@ -109,7 +111,7 @@ class Part(nn.Module):
             self.register_parameter(name, nn.Parameter(value.clone()))
 
     def tree(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in self._parameters}
+        return {name: getattr(self, name) if self.compute is None else getattr(self, name).to(self.compute) for name in self._parameters}
 
 
 class Embed(Part):
@@ -132,13 +134,15 @@ class Head(Part):
 
 
 class GPT(nn.Module):
-    """The model as peers know it: called with tokens and targets, it returns the loss."""
+    """The model as peers know it: called with tokens and targets, it returns the loss. With a compute dtype every part casts its own parameters."""
 
-    def __init__(self, params: Any, heads: int):
+    def __init__(self, params: Any, heads: int, compute: torch.dtype | None = None):
         super().__init__()
         self.embed = Embed(params["embed"])
         self.layers = nn.ModuleList(Layer(p, heads) for p in params["layers"])
         self.head = Head(params["head"])
+        for module in (self.embed, *self.layers, self.head):
+            module.compute = compute  # type: ignore[assignment]
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
