@@ -33,6 +33,10 @@ class TraceError(FzeroValueError):
     """A function that cannot be traced: mutated inputs, closure tensors, data-dependent control flow."""
 
 
+class BudgetError(FzeroValueError):
+    """A step that does not fit the memory it may have."""
+
+
 class VerifyError(FzeroValueError):
     """A program that breaks one of its own rules. Never raised for a user's mistake: it is a bug in a rewrite."""
 

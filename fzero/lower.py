@@ -1,21 +1,24 @@
 """From a step to a program: every arrow of the design's picture, in order.
 
-    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order -->
+    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> -- place in the pool -->
 
-After every arrow the program is verified. Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several choices, and the best
+is taken (fzero/budget.py). Nothing here needs devices: `lower` works for any mesh on abstract tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fzero import compat, tree
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.budget import Budget, Choice, choose, unmet
+from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
@@ -27,13 +30,14 @@ from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
 from fzero.program.verify import verify
 from fzero.schedule import buffers
-from fzero.schedule.devices import Device
-from fzero.schedule.order import order
-from fzero.schedule.plan import Plan, plan
+from fzero.schedule.check import check
+from fzero.schedule.devices import Device, get_device
+from fzero.schedule.order import Order, order
+from fzero.schedule.plan import Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, remat, shard, spread
 from fzero.transforms.base import find
-from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.precision import MixedPrecision, mixed_precision
 
 
 @dataclass(frozen=True)
@@ -45,21 +49,33 @@ class Lowered:
     opt_state: Inputs | None
     batch: Inputs
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    budget: Budget | None = None
+    choice: Choice = field(default_factory=Choice)  # what the budget chose
 
     def __str__(self) -> str:
         return str(self.program)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on this machine's device, as the inductor backend builds it."""
-        return self.plan_on()
+        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend of the budget if there is one, else on
+        this machine's device as the inductor backend builds it."""
+        return self.plan_on() if self.budget is None else self.plan_on(self.budget.device, self.budget.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, for a device: its rates, or the name of a known one ("h100", …) or of a calibration file."""
         return plan(self.program, device, backend=backend)
 
 
-def lower(step: Step | EvalStep, mesh: AbstractMesh, params: Any, batch: Any) -> Lowered:
+def lower(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    *,
+    memory_budget: int | str | None = None,
+    device: Device | str | None = None,
+    backend: str = "inductor",
+) -> Lowered:
     """The program of a step on a mesh, from abstract values: no process group, no memory.
 
     Args:
@@ -67,8 +83,12 @@ def lower(step: Step | EvalStep, mesh: AbstractMesh, params: Any, batch: Any) ->
         mesh: a `Mesh`, or an `AbstractMesh` of devices one does not have.
         params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key that returns one.
         batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
+        memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
+            most two blocks' parameters whole.
+        device: whose rates predict; see `Lowered.plan_on`.
+        backend: that the budget is for.
 
-    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs.
+    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
 
     Example:
         >>> import torch, fzero as fz
@@ -87,10 +107,15 @@ def lower(step: Step | EvalStep, mesh: AbstractMesh, params: Any, batch: Any) ->
     if callable(params):
         params = abstract(params)
     check_params(params)
-    return lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch))
+    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), _device(device, mesh), backend)
+    return lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget)
 
 
-def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> Lowered:
+def _device(device: Device | str | None, mesh: AbstractMesh) -> Device:
+    return device if isinstance(device, Device) else get_device(device, mesh.device_type)
+
+
+def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     precision = find(step.transforms, MixedPrecision) or MixedPrecision("fp32")
     cast = find(step.transforms, MixedPrecision) is not None
@@ -98,8 +123,11 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     zero = zero_of(step, mesh)
     if isinstance(step, EvalStep):
         program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute)
-        program = _finish(replace(program, transforms=step.transforms), zero)
-        return Lowered(program, params, None, batch, structure)
+        program = _ordered(verify(spread.rewrite(replace(program, transforms=step.transforms), zero)), Order())
+        lowered = Lowered(program, params, None, batch, structure, budget)
+        if budget is not None and lowered.plan.peak_bytes > budget.nbytes:
+            raise unmet(lowered.plan, budget.nbytes)
+        return lowered
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -135,17 +163,53 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
             num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
         )
     )
-    program = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
-    policy = find(step.transforms, remat.Remat) or remat.Remat()
-    program = verify(remat.rewrite(program, policy.policy))
-    program = verify(accumulate.rewrite(program, num_micro, {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}))
-    return Lowered(_finish(program, zero), params, opt_state, batch, structure)
+    base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
+    policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
+    shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
+    known: dict[Any, Any] = {}
+
+    @functools.cache
+    def spread_out(kept: str | float, whole_grads: bool) -> Program:
+        program = verify(remat.rewrite(base, kept, known))
+        program = verify(accumulate.rewrite(program, num_micro, shapes))
+        return verify(cut_update(verify(spread.rewrite(program, zero, whole_grads))))
+
+    def build(choice: Choice) -> Program:
+        return _ordered(spread_out(choice.remat, choice.whole_grads), choice.order)
+
+    choice = Choice(0.0 if policy == "auto" and budget else policy)
+    if budget is None:
+        return Lowered(build(choice), params, opt_state, batch, structure)
+    try:
+        program, choice = choose(build, choice, budget, auto=policy == "auto", loops=num_micro > 1)
+    except BudgetError:
+        raise unmet(plan(build(choice), budget.device, backend=budget.backend), budget.nbytes, _advice(step, mesh, params, batch, budget)) from None
+    return Lowered(program, params, opt_state, batch, structure, budget, choice)
 
 
-def _finish(program: Program, zero: shard.Zero) -> Program:
-    program = verify(spread.rewrite(program, zero))
-    program = verify(cut_update(program))
-    return verify(buffers.place(apart(order(program))))
+def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget) -> list[str]:
+    """What the peak would be with one transform more, the lowest first."""
+    peaks: dict[str, int] = {}
+    for transform in _candidates(step, mesh):
+        try:
+            more = transform(step)
+            found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
+        except FzeroError:  # one that contradicts what is there, or cannot be had with this batch
+            continue
+        if more != step:
+            peaks[str(transform)] = found.plan_on(budget.device, budget.backend).peak_bytes
+    return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3]]
+
+
+def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:
+    axis = next((a for a, n in mesh.axes.items() if n > 1), None)
+    if axis:
+        yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
+    yield from (remat.remat("full"), accumulate.accumulate(2), accumulate.accumulate(8), mixed_precision("bf16"))
+
+
+def _ordered(program: Program, choice: Order) -> Program:
+    return check(verify(buffers.place(apart(order(program, choice)))))
 
 
 # --- leaf tables ---

@@ -64,8 +64,8 @@ class ProcessGroups:
                 works.append(dist.all_reduce(flat, _OPS[op], group, async_op=True))
         return Moving(works, into)
 
-    def wait(self, moving: Moving, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once they are there."""
+    def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
+        """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or not."""
         for work in moving.works:
             if work is not None:
                 work.wait()

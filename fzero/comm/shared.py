@@ -63,8 +63,8 @@ class SharedMemory:
         self._pools: list[_Pool] = []
         self._pool: _Pool | None = None
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
-        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(2)]
-        self._scratch_bytes = [memoryview(x.numpy()) for x in self._scratch]
+        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
+        self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
 
     def pool(self, nbytes: int) -> torch.Tensor:
         """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs in the same order."""
@@ -104,8 +104,8 @@ class SharedMemory:
         settle(values, into)
         return Moving("reduce", axis, op, self._announce(axis), into, into)
 
-    def wait(self, moving: Moving, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once the other ranks' parts are there."""
+    def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
+        """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this rank's as well."""
         self._hear(moving.due)
         along, index = self._along[moving.axis], self._mesh.index(moving.axis)
         if moving.kind == "gather":
@@ -121,10 +121,12 @@ class SharedMemory:
             for flat in moving.flats:  # the part that nobody else reads is summed in place, then everyone reads everyone's
                 part = _part(flat, index, len(along))
                 if part.numel():
-                    self._combine(flat, part.storage_offset() - flat.storage_offset(), part, along, moving.op)
+                    self._combine(flat, int(part.storage_offset() - flat.storage_offset()), part, along, moving.op)
             self._hear(self._announce(moving.axis))
             for flat in moving.flats:
                 self._gather(flat, along)
+        if together:
+            self._hear(self._announce(moving.axis))
         return into
 
     # --- reading ---
@@ -144,13 +146,14 @@ class SharedMemory:
             num = min(step, out.numel() - at)
             here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize
             own = flat[first + at : first + at + num]
-            own = own.clone() if in_place and along[0] != self._mesh.rank else own  # before the others' sum lies on it
+            if in_place and along[0] != self._mesh.rank:  # before the others' sum lies on it
+                own = self._scratch[2].view(out.dtype)[:num].copy_(own)
             held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
             for rank in along[1:]:
                 held = _COMBINE[op](held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here)
 
     def _fetch(self, rank: int, offset: int, num: int, dtype: torch.dtype, which: int) -> torch.Tensor:
-        """Elements of another rank's pool, in one of two small buffers."""
+        """Elements of another rank's pool, in a small buffer."""
         self._read(rank, offset, num * dtype.itemsize, self._scratch_bytes[which], 0)
         return self._scratch[which].view(dtype)[:num]
 

@@ -91,7 +91,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
             return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how}{into})", out, (), f">>> sends {sent} over {axis}")
         case "wait":
-            return Printed(depth, f"wait({args}{into})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
+            together = ", together=True" if line.attrs.get("together") else ""
+            return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
         case "cast":
             code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
         case "take_shard":
@@ -193,6 +194,8 @@ def _header(program: Program) -> list[str]:
     total = sum(rest.values())
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {_bytes(total)} ({', '.join(f'{role} {_bytes(n)}' for role, n in rest.items())})")
+    if program.pool_bytes:
+        out.append(f"pool of transfers' buffers: {_bytes(program.pool_bytes)}")
     named = [str(t) for t in program.transforms]
     for text in named:
         name = text.split("(")[0]

@@ -43,9 +43,27 @@ def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]]) -> t
     return lowered, built
 
 
+def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
+    """What `make` returns on rank 0, on every rank.
+
+    Raises:
+        DivergenceError: rank 0 did not come in time.
+    """
+    if mesh.size == 1:
+        return make()
+    store = compat.default_store()
+    key = f"fzero/agree/first/{store.add(f'fzero/agree/firsts/{mesh.rank}', 1)}"
+    if mesh.rank == 0:
+        store.set(key, make())
+    if absent(store, [key], mesh.timeout):
+        raise DivergenceError(message("compile", "not every rank is ready to run", [f"rank 0 did not come in {mesh.timeout:g} s"], "look at rank 0's error"))
+    return store.get(key).decode()
+
+
 def describe(program: Program) -> str:
     """Everything two ranks must have in common, as text: the program's lines and the operations of its functions."""
     parts = [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+    parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
     for name, function in program.functions.items():
         parts.append(f"def {name}:")
         parts += [f"    {line}" for line in signature(function.graph)]

@@ -14,16 +14,18 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.budget import Budget
+from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
 from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, zero_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile
-from fzero.runtime.build import build, check_backend
+from fzero.runtime.build import build, check_backend, on_device
 from fzero.runtime.execute import executable
-from fzero.schedule.plan import Plan, plan
+from fzero.schedule.devices import Device, get_device
+from fzero.schedule.plan import Plan, parse_bytes, plan
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 
@@ -31,9 +33,10 @@ from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 class _Compiled:
     """What training and evaluation share: lowering once per kind of batch, and the last program that ran."""
 
-    def __init__(self, step: Any, mesh: Mesh, backend: str):
+    def __init__(self, step: Any, mesh: Mesh, backend: str, memory_budget: int | None):
         check_backend(backend, mesh.device)
-        self.step, self.mesh, self.backend = step, mesh, backend
+        self.step, self.mesh, self.backend, self.memory_budget = step, mesh, backend, memory_budget
+        self._budget: Budget | None = None
         self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._lowered: Lowered | None = None
@@ -48,9 +51,10 @@ class _Compiled:
 
     @property
     def plan(self) -> Plan:
-        """What the program that ran last was predicted to cost each rank, on this machine's device."""
+        """What the program that ran last costs each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
-            self._planned = self.program, plan(self.program, backend=self.backend)
+            functions = {name: replace(f, graph=on_device(f.graph, self.mesh.device)) for name, f in self.program.functions.items()}
+            self._planned = self.program, plan(replace(self.program, functions=functions), backend=self.backend)
         return self._planned[1]
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
@@ -64,7 +68,10 @@ class _Compiled:
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         """The program, and how to make it executable once all ranks agree on it."""
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch))
+        if self.memory_budget is not None and self._budget is None:  # the ranks of several hosts plan with the rates of the first
+            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            self._budget = Budget(self.memory_budget, Device.from_json(device), self.backend)
+        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._budget)
 
         def finish() -> Callable[..., Any]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
@@ -77,8 +84,8 @@ class _Compiled:
 class CompiledStep(_Compiled):
     """A training step on a mesh. Made by `compile`."""
 
-    def __init__(self, step: Step, mesh: Mesh, backend: str):
-        super().__init__(step, mesh, backend)
+    def __init__(self, step: Step, mesh: Mesh, backend: str, memory_budget: int | None):
+        super().__init__(step, mesh, backend, memory_budget)
         self._params: Inputs | None = None
         self._of: tuple[Any, Any] | None = None  # the trees of the state that was checked last; self._params describes the first
 
@@ -98,20 +105,28 @@ class CompiledStep(_Compiled):
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
+        if not callable(params):
+            check_params(params)
+        inputs = params_inputs(self.step, self.mesh, abstract(params) if callable(params) else params)
+        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        self._check_rest(inputs, opt_inputs)
         if callable(params):
-            shapes = abstract(params)
-            inputs = params_inputs(self.step, self.mesh, shapes)
             made = birth.from_function(params, key, inputs, self.mesh)
         else:
-            check_params(params)
-            inputs = params_inputs(self.step, self.mesh, params)
             flat = tree.leaves(params)
             made = {i: shard(flat[i], inputs.leaves[i], self.mesh) for i in inputs.distinct}
         for i, x in made.items():
             place(x, inputs.leaves[i], self.mesh)
-        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         opt = birth.opt_state(self.step, inputs, opt_inputs, made, self.mesh)
         return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
+
+    def _check_rest(self, *inputs: Inputs) -> None:
+        """Raises if the state alone is more than the memory budget."""
+        leaves = [x.leaves[i] for x in inputs for i in x.distinct]
+        rests = sum(leaf.shard_numel(self.mesh) * leaf.dtype.itemsize for leaf in leaves)
+        if self.memory_budget is not None and rests > self.memory_budget:
+            problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
+            raise BudgetError(message("memory_budget", "the state alone does not fit", problems, "shard more of it: fz.shard_params, or raise the budget"))
 
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
@@ -137,6 +152,7 @@ class CompiledStep(_Compiled):
         else:
             inputs = params_inputs(self.step, self.mesh, saved.params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        self._check_rest(inputs, opt_inputs)
         meta = _abstract_state(inputs, opt_inputs)
         names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
         checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
@@ -231,8 +247,8 @@ class CompiledStep(_Compiled):
 class CompiledEval(_Compiled):
     """A forward-only step on a mesh. Made by `compile`."""
 
-    def __init__(self, step: EvalStep, mesh: Mesh, backend: str):
-        super().__init__(step, mesh, backend)
+    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, memory_budget: int | None):
+        super().__init__(step, mesh, backend, memory_budget)
         self._inputs_of: tuple[Any, Inputs] | None = None
 
     def __call__(self, params: Any, *batch: Any) -> Any:
@@ -269,7 +285,7 @@ class CompiledEval(_Compiled):
         return found
 
 
-def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: None = None, backend: str = "inductor") -> Any:
+def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | None = None, backend: str = "inductor") -> Any:
     """A step on a mesh, ready to run.
 
     Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles
@@ -278,13 +294,15 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: None = None, ba
     Args:
         step: from `train_step` or `eval_step`, with its transforms.
         mesh: from `make_mesh`.
-        memory_budget: None. The order of lines keeps two blocks' gathered parameters alive whatever the device; a budget is refused.
+        memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is predicted to be fastest runs. By
+            default the one that keeps at most two blocks' parameters whole, which is the one that needs least.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program operation by operation.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
     Raises:
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine.
+        BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:
         >>> import torch, fzero as fz
@@ -297,13 +315,12 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: None = None, ba
     """
     if not isinstance(step, (Step, EvalStep)):
         raise FzeroTypeError(message("compile", f"compiles a step, not {type(step).__name__}", fix="wrap the loss: fz.train_step(loss_fn, optimizer)"))
-    if memory_budget is not None:
-        raise FzeroValueError(message("compile", f"memory_budget={memory_budget!r}: this release does not plan memory", fix="leave it None"))
     if not isinstance(mesh, Mesh):
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
-    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend)  # type: ignore[arg-type]
+    nbytes = None if memory_budget is None else parse_bytes(memory_budget)
+    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend, nbytes)  # type: ignore[arg-type]
 
 
 def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:

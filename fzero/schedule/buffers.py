@@ -7,16 +7,18 @@ reduced, and the peak is known.
 
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another may still be reading. It has
 read all it needs once a later transfer over the same axis, started after that wait, has arrived: every rank starts its transfers in the same order.
-Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own.
+Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own. But the last wait in a
+loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fzero.program.ir import TRANSFERS, Line, Place, Program, Value
+from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
 from fzero.program.segment import ancestors, views_of
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
@@ -82,6 +84,7 @@ class _Placer:
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
+        self.together = {(self.lines[w][1], axes): w for _, w, axes in sorted(self.starts, key=lambda t: t[1]) if self.lines[w][1] is not None}
         self.slots: dict[str, _Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[_Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
@@ -113,6 +116,8 @@ class _Placer:
 
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
+        if number in self.together.values():
+            line = replace(line, attrs={**line.attrs, "together": True})
         if slots is None:
             return line
         size = self.mesh.axis_size
@@ -211,20 +216,11 @@ class _Placer:
 
     def _take(self, region: _Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
         """Takes a region from `first` until both its last reader here and the other ranks' reads at their wait are done."""
+        later = [w for start, w, over in self.starts if start > wait and over == axes and self._same_loop(w, wait)]
         span = self.lines[wait][1]
-        released = self._released(wait, axes, span[1] if span else len(self.lines))
-        if released is not None or span is None:
-            region.times.append((first, max(last, len(self.lines) if released is None else released)))
-            return
-        region.times.append((first, max(last, span[1])))  # not before the turn ends: early in the next one, and after the loop, it is still being read
-        for begins, ends in ((span[0], span[1]), (span[1] + 1, len(self.lines))):
-            again = self._released(begins - 1, axes, ends)
-            region.times.append((begins, ends if again is None else again))
-
-    def _released(self, after: int, axes: tuple[str, ...], before: int) -> int | None:
-        """The first wait of a transfer over the same axes that starts after a line, if it comes before another. See [Note: release]."""
-        found = [wait for start, wait, over in self.starts if start > after and over == axes and wait <= before]
-        return min(found, default=None)
+        if span is not None:
+            later.append(self.together[span, axes])
+        region.times.append((first, max(last, min(later, default=len(self.lines)))))
 
 
 class _Views:
@@ -293,9 +289,18 @@ def _with_functions(program: Program) -> Program:
         for k, into in enumerate(sorted(i for n, i in called if n == name)):
             new = name if k == 0 else f"{name}_into_{k}"
             names[name, into] = new
-            functions[new] = replace(program.functions[name], name=new, into=into)
+            functions[new] = _writing(program.functions[name], new, into)
     rename = lambda line: replace(line, fn=names.get((line.fn, _indices(line)), line.fn)) if line.op == "call" else line  # noqa: E731
     return replace(program.map_lines(lambda line: [rename(line)]), functions=functions)
+
+
+_variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]], Function]] = weakref.WeakKeyDictionary()
+
+
+def _writing(function: Function, name: str, into: tuple[int, ...]) -> Function:
+    """A function that writes these results into buffers: the same object whenever it is asked for, for what is known of it is kept by object."""
+    known = _variants.setdefault(function, {})
+    return known.setdefault((name, into), replace(function, name=name, into=into))
 
 
 def _indices(line: Line) -> tuple[int, ...]:

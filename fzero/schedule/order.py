@@ -1,42 +1,147 @@
-"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may.
+"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which lines there are of
+a kind is settled here too: gathers that forward and backward share, and small ones that travel together.
 
-The rule of this release keeps at most two blocks' gathered parameters alive: the gather for a block starts right before the block ahead of it
-runs. A reduction is waited for one block later. Deterministic, and the same on every rank.
+Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses (fzero/budget.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from fzero.program.ir import TRANSFERS, Line, Program
+from fzero.program.ir import TRANSFERS, Line, Program, Value, transfer_bytes
+
+_GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
 
-def order(program: Program) -> Program:
+@dataclass(frozen=True)
+class Order:
+    """What an order is free to choose.
+
+    Attributes:
+        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay whole in between.
+        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are whole at a time.
+        coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and all together no more than
+            the largest of their kind.
+    """
+
+    shared: int = 0
+    ahead: int = 1
+    coalesced: int = 0
+
+
+_DEFAULT = Order()
+
+
+def order(program: Program, choice: Order = _DEFAULT) -> Program:
     """The program with every start and wait in its place."""
     state = set(program.leaves)
+    pairs = sharable(program)
+    program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
+    values = program.values()
+    sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
 
     def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
         lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
-        return tuple(_pair_updates(_sink_waits(_raise_gathers(lines, state))))
+        if choice.coalesced:
+            lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
+        return tuple(_pair_updates(_sink_waits(_raise_gathers(lines, state, choice.ahead))))
 
     return replace(program, lines=visit(program.lines))
+
+
+def sharable(program: Program) -> list[tuple[str, str]]:
+    """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
+    found: list[tuple[str, str]] = []
+
+    def visit(lines: Sequence[Line]) -> None:
+        shards = {x.out[0].name: x.args[0] for x in lines if x.op == "cast"}
+        first: dict[tuple[str, ...], str] = {}
+        for line in lines:
+            visit(line.body)
+            if line.op == _GATHER:
+                leaves = tuple(shards.get(a, a) for a in line.args)
+                if leaves in first:
+                    found.append((first.pop(leaves), line.out[0].name))
+                else:
+                    first[leaves] = line.out[0].name
+
+    visit(program.lines)
+    place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
+    return sorted(found, key=lambda pair: place[pair[0]])
+
+
+def _share(program: Program, pairs: dict[str, str]) -> Program:
+    """The program without these second gathers: what reads them reads what the first ones left."""
+    waits = {x.args[0]: x for x, _ in program.walk() if x.op == "wait"}
+    again = set(pairs.values())
+    names = {b.name: a.name for first, second in pairs.items() for a, b in zip(waits[first].out, waits[second].out, strict=True)}
+    casts = {a for x, _ in program.walk() if x.op == _GATHER and x.out[0].name in again for a in x.args if a not in program.leaves}
+
+    def visit(line: Line) -> list[Line]:
+        made = line.out[0].name if line.out else ""
+        dropped = (line.op == _GATHER and made in again) or (line.op == "wait" and line.args[0] in again) or (line.op == "cast" and made in casts)
+        return [] if dropped else [line.rename(names)]
+
+    return program.map_lines(visit)
+
+
+def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
+    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a reduction the one after."""
+    transfers = [x for x in lines if x.op == op]
+    largest = max((sent(x) for x in transfers), default=0)
+    waits = {x.args[0]: x for x in lines if x.op == "wait"}
+    groups: list[list[Line]] = []
+    for line in transfers:
+        last = groups[-1] if groups else []
+        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
+        if alike and sum(map(sent, last)) + sent(line) <= largest and (op == _SCATTER or not _made_between(lines, last[0], line)):
+            last.append(line)
+        else:
+            groups.append([line])
+    new: dict[int, list[Line]] = {}
+    for group in groups:
+        if len(group) == 1:
+            continue
+        handle: Value = group[0].out[0]
+        start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
+        waiting = [waits[x.out[0].name] for x in group]
+        wait = replace(waiting[0], args=(handle.name,), out=tuple(v for x in waiting for v in x.out))
+        new.update((id(x), []) for x in (*group, *waiting))
+        new[id(group[0] if op == _GATHER else group[-1])] = [start]
+        new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
+    if op == _GATHER:  # the casts of shards that join an earlier gather come before it
+        moved = {a for group in groups for x in group[1:] for a in x.args}
+        casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
+        new.update((id(x), []) for x in casts.values())
+        for group in groups:
+            if len(group) > 1:
+                new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
+    return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
+    """Whether what a later gather reads is made, or written, after an earlier one; casts of shards can be made sooner."""
+    after = next(i for i, x in enumerate(lines) if x is first)
+    made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {w for x in lines[after:] for w in x.writes}
+    sources = {v.name: x.args[0] for x in lines if x.op == "cast" for v in x.out}
+    return any(a in made or sources.get(a, a) in made for a in later.args)
 
 
 def _is_block(line: Line) -> bool:
     return line.op == "call" and "joint" in line.attrs
 
 
-def _raise_gathers(lines: Sequence[Line], state: set[str]) -> list[Line]:
-    """Each gather to right before the block ahead of the one it is for, or to where the last of its inputs is made.
+def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[Line]:
+    """Each gather to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
 
     Code between blocks that reads gathered parameters is a block too, here.
     """
-    gathers = {v.name for x in lines if x.op == "all_gather_start" for v in x.out}
+    gathers = {v.name for x in lines if x.op == _GATHER for v in x.out}
     gathered = {v.name for x in lines if x.op == "wait" and x.args[0] in gathers for v in x.out}
     out: list[Line] = []
     for line in lines:
-        if line.op != "all_gather_start":
+        if line.op != _GATHER:
             out.append(line)
             continue
         makers = [x for x in out if any(v.name in line.args for v in x.out)]
@@ -45,14 +150,14 @@ def _raise_gathers(lines: Sequence[Line], state: set[str]) -> list[Line]:
         ready = max((i + 1 for i, x in enumerate(rest) if any(v.name in line.args for v in x.out) or set(x.writes) & set(line.args)), default=0)
         blocks = [i for i, x in enumerate(rest) if _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))]
         written = any(set(x.writes) & set(line.args) for x in rest)
-        at = ready if written else max(ready, blocks[-1] if blocks else len(rest))
+        at = ready if written else max(ready, blocks[max(0, len(blocks) - ahead)] if blocks else len(rest))
         out = [*rest[:at], *carried, line, *rest[at:]]
     return out
 
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     """Each wait to its first reader, a reduction's to one block later at most, that its buffers do not pile up."""
-    reduced = {v.name for x in lines if x.op == "reduce_scatter_start" for v in x.out}
+    reduced = {v.name for x in lines if x.op == _SCATTER for v in x.out}
     scalars = {v.name for x in lines if x.op in TRANSFERS for v in x.out} - reduced
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
@@ -71,7 +176,7 @@ def _pair_updates(lines: Sequence[Line]) -> list[Line]:
     """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are alive and not all."""
     targets = {x.args[1]: x for x in lines if x.op == "assign"}
     waits = {x.args[0]: x for x in lines if x.op == "wait" and all(v.name in targets for v in x.out)}
-    starts = [x for x in lines if x.op == "all_gather_start" and x.out[0].name in waits]
+    starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
     finish: dict[int, list[Line]] = {}  # start -> what is done right after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
@@ -81,7 +186,7 @@ def _pair_updates(lines: Sequence[Line]) -> list[Line]:
     for line in lines:
         if id(line) not in moved:
             out.append(line)
-            out += finish.get(id(line), []) if line.op == "all_gather_start" else []
+            out += finish.get(id(line), []) if line.op == _GATHER else []
     return out + finish.get(id(None), [])
 
 

@@ -19,14 +19,14 @@ from fzero.program.names import Names
 from fzero.transforms.shard import Zero
 
 
-def rewrite(program: Program, zero: Zero) -> Program:
-    """Spreads a base program over the mesh."""
-    return _Rewrite(program, zero).run() if zero.batch_axes else program
+def rewrite(program: Program, zero: Zero, whole_grads: bool = False) -> Program:
+    """Spreads a base program over the mesh. `whole_grads`: over micro-batches gradients add up whole, whatever the stage, and are reduced once a step."""
+    return _Rewrite(program, zero, whole_grads).run() if zero.batch_axes else program
 
 
 class _Rewrite:
-    def __init__(self, program: Program, zero: Zero):
-        self.program, self.zero = program, zero
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool):
+        self.program, self.zero, self.whole_grads = program, zero, whole_grads
         self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
         self.names, self.values = Names(program.values()), program.values()
         self.placement: dict[str, Placement] = {}
@@ -162,7 +162,7 @@ class _Rewrite:
         if not self.totals:
             scatter = [n for n in names if self.zero.opt_state(leaf[n])]
             return self._reduce_scatter(scatter) + self._all_reduce([n for n in names if n not in scatter])
-        scatter = [n for n in names if self.zero.grads(leaf[n])]
+        scatter = [n for n in names if self.zero.grads(leaf[n]) and not self.whole_grads]
         lines = self._reduce_scatter(scatter)
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 

@@ -1,0 +1,109 @@
+"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest, by the plan.
+
+Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches and reduced once,
+which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together. Every candidate is the finished program with
+its plan, so the peak that is compared with the budget is that of what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fzero.errors import BudgetError, message
+from fzero.program.ir import Program
+from fzero.schedule.devices import Device
+from fzero.schedule.order import Order, sharable
+from fzero.schedule.plan import Plan, plan
+
+FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
+FARTHEST = 3  # blocks ahead that a gather is tried to start
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step."""
+
+    remat: str | float = "min_cut"
+    whole_grads: bool = False
+    order: Order = field(default_factory=Order)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of each rank, the device whose rates predict the step, the backend the program is for."""
+
+    nbytes: int
+    device: Device
+    backend: str = "inductor"
+
+
+def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool) -> tuple[Program, Choice]:
+    """The program that is predicted to be fastest within a budget, and what it chose.
+
+    Args:
+        build: the finished program of a choice.
+        least: the choice that takes least memory.
+        budget: to fit.
+        auto: whether what blocks keep is open.
+        loops: whether there are micro-batches.
+
+    Raises:
+        BudgetError: even `least` does not fit.
+    """
+    build = functools.cache(build)
+    planned = functools.cache(lambda choice: plan(build(choice), budget.device, backend=budget.backend))
+    fits = lambda choice: planned(choice).peak_bytes <= budget.nbytes  # noqa: E731
+    if not fits(least):
+        raise unmet(planned(least), budget.nbytes)
+    found = []
+    for base in (replace(least, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
+        if fits(base):
+            keep = [lambda c: _keeps_most(c, fits)] if auto else []
+            share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
+            orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
+            found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
+    cost = lambda choice: (planned(choice).step_seconds, planned(choice).peak_bytes)  # noqa: E731
+    best = min(found, key=cost)
+    link = budget.device.links["intra"]
+    together = replace(best.order, coalesced=int(link.latency * link.bandwidth))  # below that a transfer is mostly latency
+    refined = [replace(best, order=replace(o, ahead=n)) for o in (best.order, together) for n in range(1, FARTHEST + 1)]
+    best = min((c for c in refined if fits(c)), key=cost)
+    return build(best), best
+
+
+def unmet(found: Plan, nbytes: int, advice: Sequence[str] = ()) -> BudgetError:
+    """The error of a step whose least plan does not fit a budget of bytes."""
+    roles = ", ".join(f"{role} {_size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n)
+    more = found.peak_bytes - nbytes
+    problems = [
+        f"a rank needs {_size(found.peak_bytes)}, {_size(more)} ({more:,} bytes) more than the {_size(nbytes)} it may have",
+        f"at: {found.peak_line.text.strip()}",
+        f"there: {roles}",
+        *advice,
+    ]
+    return BudgetError(message("memory_budget", "the step does not fit", problems, "apply what lowers it most, use a smaller batch, or raise the budget"))
+
+
+def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+    return replace(choice, remat=_largest(FINEST, lambda n: fits(replace(choice, remat=n / FINEST))) / FINEST)
+
+
+def _shares_most(choice: Choice, most: int, fits: Callable[[Choice], bool]) -> Choice:
+    return replace(choice, order=replace(choice.order, shared=_largest(most, lambda n: fits(replace(choice, order=replace(choice.order, shared=n))))))
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, by bisection: more takes more memory. 0 is known to fit."""
+    if fits(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**18 else f"{nbytes:,} bytes"

@@ -1,0 +1,134 @@
+"""The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by how places were chosen.
+
+Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
+it reads or fills, and what other ranks read stays as it is until they are known to have read it ([Note: release] in schedule/buffers.py).
+No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no order in which ranks
+wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fzero.errors import VerifyError, message
+from fzero.program.ir import TRANSFERS, Line, Place, Program
+
+Span = tuple[int, int]  # bytes of the pool, half open
+
+
+def check(program: Program) -> Program:
+    """The program, if it keeps the rules of the pool.
+
+    Raises:
+        VerifyError: listing every rule that is broken, with the line.
+    """
+    checker = _Checker(program)
+    checker.lines(program.lines)
+    if checker.problems:
+        fix = "this is a bug in fzero: please report it with the program"
+        raise VerifyError(message("verify", f"the pool of {program.name} breaks its rules", dict.fromkeys(checker.problems), fix))
+    return program
+
+
+@dataclass(eq=False)
+class _Guard:
+    """Bytes that a transfer reads or fills, until its wait, and those other ranks read, until they are known to have."""
+
+    line: Line
+    spans: list[Span]
+    waited: bool = False
+    after: set[str] = field(default_factory=set)  # transfers started since the wait: once one arrives, every rank has read
+
+
+class _Checker:
+    def __init__(self, program: Program):
+        self.program, self.problems = program, list[str]()
+        self.places: dict[str, Span] = {}
+        self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last
+        self.guards: dict[str, _Guard] = {}
+
+    def lines(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            for name in line.args:
+                self._read(line, name)
+            if line.op in TRANSFERS:
+                self._start(line)
+            elif line.op == "wait":
+                self._wait(line)
+            else:
+                for value, place in zip(line.out, line.into, strict=False):
+                    if place is not None:
+                        self._write(line, value.name, self._span(place))
+            if line.op == "loop":
+                for _ in range(min(line.attrs["count"], 2)):
+                    self.lines(line.body)
+
+    def _start(self, line: Line) -> None:
+        spans = [self._span(p) for p in line.into if p is not None]
+        gathers, num = line.op == "all_gather_start", len(line.args)
+        for k, span in enumerate(spans):
+            mine = self.places.get(line.args[k]) if k < num else None
+            in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
+            if gathers or not in_place:
+                self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)
+        self.guards[line.out[0].name] = _Guard(line, spans)
+        for guard in self.guards.values():
+            if guard.waited and guard.line.attrs["axes"] == line.attrs["axes"]:
+                guard.after.add(line.out[0].name)
+
+    def _wait(self, line: Line) -> None:
+        name = line.args[0]
+        guard = self.guards.get(name)
+        if guard is None or guard.waited:
+            self._add(line, f"{name} is not under way")
+            return
+        guard.waited = True
+        released = [n for n, g in self.guards.items() if name in g.after]
+        if line.attrs.get("together"):
+            released += [n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs["axes"]]
+        shards = guard.line.into[len(guard.line.args) :] if guard.line.op == "reduce_scatter_start" else guard.line.into
+        for value, place, filled in zip(line.out, line.into, shards, strict=False):
+            if place is None or filled is None:
+                continue
+            span, source = self._span(place), self._span(filled)
+            if not (source[0] <= span[0] and span[1] <= source[1]):
+                self._write(line, value.name, span, guard)
+            self.places[value.name] = span
+            self._own(span, value.name)
+        read = guard.line.into[: len(guard.line.args)]
+        guard.spans = [self._span(p) for p in read if p is not None]
+        self.guards = {n: g for n, g in self.guards.items() if n not in released}
+
+    def _read(self, line: Line, name: str) -> None:
+        span = self.places.get(name)
+        if span is None:
+            return
+        for owned, owner in self.owners:
+            if owner != name and _meet(owned, span):
+                self._add(line, f"{name} is read, but {owner} lies on it")
+
+    def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
+        if span[1] > self.program.pool_bytes:
+            self._add(line, f"{name} ends at byte {span[1]} of a pool of {self.program.pool_bytes}")
+        for moving, guard in self.guards.items():
+            if guard is not by and any(_meet(s, span) for s in guard.spans):
+                what = "other ranks may still be reading it" if guard.waited else "it is under way"
+                self._add(line, f"{name} is written over the buffers of {moving}: {what}")
+        self.places[name] = span
+        self._own(span, name)
+
+    def _own(self, span: Span, name: str) -> None:
+        self.owners = [(s, o) for s, o in self.owners if not _meet(s, span)]
+        self.owners.append((span, name))
+
+    def _span(self, place: Place) -> Span:
+        size = self.program.mesh.axis_size(place.part) if place.part else 1
+        return place.offset, place.offset + place.nbytes * size
+
+    def _add(self, line: Line, text: str) -> None:
+        self.problems.append(f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}: {text}")
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]

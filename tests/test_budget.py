@@ -1,0 +1,150 @@
+"""A memory budget: the plan fits it, the step is still the plain one, more memory is never predicted to be slower, and what cannot fit says so."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import MODELS, OPTIMIZERS
+from test_parity import NUM_STEPS, difference, plain
+
+import fzero as fz
+from fzero.errors import BudgetError, FzeroValueError
+from fzero.program.ir import Program
+from fzero.schedule.order import Order, order, sharable
+
+MESH = fz.AbstractMesh(data=2)
+
+
+def make(accumulate: int = 2) -> fz.Step:
+    step = fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
+    return fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(accumulate))(step)
+
+
+def batch(size: int) -> Any:
+    return fz.tree.map(lambda x: torch.empty(x.shape[0] // size, *x.shape[1:], dtype=x.dtype, device="meta"), next(iter(models.batches(1))))
+
+
+def lowered(budget: int | None, size: int = 2, **kwargs: Any) -> fz.Lowered:
+    return fz.lower(make(), fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size), memory_budget=budget, device="cpu", backend="eager", **kwargs)
+
+
+@functools.cache
+def span(size: int = 2) -> tuple[int, int]:
+    """Peaks with as little memory as can be, and with as much as is of use."""
+    step = fz.remat(fz.compose(fz.shard_params(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), 0.0)
+    least = fz.lower(step, fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size)).plan_on("cpu", "eager").peak_bytes
+    return least, lowered(1 << 30, size).plan.peak_bytes
+
+
+def test_the_plan_fits_and_memory_makes_it_faster() -> None:
+    least, most = span()
+    plans = [lowered(least + (most - least) * k // 4).plan for k in range(5)]
+    for k, plan in enumerate(plans):
+        assert plan.peak_bytes <= least + (most - least) * k // 4
+    assert plans[0].step_seconds > plans[-1].step_seconds and plans[0].peak_bytes < plans[-1].peak_bytes
+
+
+def test_what_a_large_budget_chooses() -> None:
+    found = lowered(1 << 30)
+    assert found.choice.remat == 1.0 and found.choice.whole_grads and found.choice.order.shared > 0
+    gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
+    assert len(gathers) <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"]) - found.choice.order.shared
+
+
+def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:
+    mesh, out = fz.make_mesh(data=-1), []
+    for budget in budgets:
+        train = fz.compile(make(), mesh, memory_budget=budget, backend="eager")
+        state, losses = train.init(MODELS["gpt"].init(fz.random.key(0))), []
+        for data in models.batches(NUM_STEPS):
+            state, metrics = train(state, models.part(data, mesh))
+            losses.append(metrics["loss"])
+        out.append({"losses": torch.stack(losses), "state": train.gather(state), "program": str(train.program), "peak": train.plan.peak_bytes})
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_budget_changes_no_number(run_ranks: Any, size: int) -> None:
+    least, most = span(size)
+    want = plain("gpt", "adamw")
+    results = run_ranks(size, train_under, [least, (least + most) // 2, most + 4096])
+    for ranks in zip(*results, strict=True):
+        assert len({r["program"] for r in ranks}) == 1
+        for found in ranks:
+            torch.testing.assert_close(found["losses"], want["losses"], rtol=1e-5, atol=1e-6)
+            assert difference(found["state"].params, want["state"].params) < 1e-5
+    assert len({r["program"] for r in results[0]}) > 1  # the budgets did choose differently
+
+
+def test_a_budget_that_nothing_fits() -> None:
+    least, _ = span()
+    step = fz.accumulate(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()), 2)
+    with pytest.raises(BudgetError) as caught:
+        fz.lower(fz.data_parallel(step), MESH, MODELS["gpt"].init, batch(2), memory_budget=least, device="cpu", backend="eager")
+    text = str(caught.value)
+    assert "bytes) more than" in text and "at: " in text and "with fz.shard_params(axis='data'): " in text and text.splitlines()[-1].startswith("Fix: ")
+
+
+def test_a_state_that_does_not_fit_is_not_made() -> None:
+    train = fz.compile(make(), fz.make_mesh(data=1), memory_budget="10KiB", backend="eager")
+    with pytest.raises(BudgetError, match="the state alone does not fit"):
+        train.init(MODELS["gpt"].init)
+
+
+@pytest.mark.parametrize("wrong", ["80", "much", -1, 1.5, True])
+def test_budgets_that_are_none(wrong: Any) -> None:
+    with pytest.raises(FzeroValueError, match="no amount of memory"):
+        fz.compile(make(), fz.make_mesh(data=1), memory_budget=wrong)
+
+
+# --- the choices one by one, in the program ---
+
+
+@pytest.fixture(scope="module")
+def unordered() -> Program:
+    """As the last rewrite before ordering leaves it: put in order again, any order is as good."""
+    step = fz.shard_params(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    return fz.lower(step, MESH, MODELS["gpt"].init, batch(2)).program
+
+
+def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
+    return [line for line, _ in program.walk() if line.op == op]
+
+
+def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
+    pairs = sharable(unordered)
+    assert len(pairs) == 2  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
+    shared = order(unordered, Order(shared=1))
+    assert len(starts(shared)) == len(starts(unordered)) - 1
+    assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {x.out[0].name for x in starts(shared)}
+
+
+def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
+    together = order(unordered, Order(coalesced=1 << 30))
+    for op in ("all_gather_start", "reduce_scatter_start"):
+        size = lambda line, values: sum(values[a].nbytes for a in line.args)  # noqa: E731
+        before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
+        assert sum(before) == sum(after) and max(after) <= max(before)
+    assert len(starts(order(unordered, Order(coalesced=1)))) == len(starts(unordered))
+
+
+def test_gathers_start_further_ahead(unordered: Program) -> None:
+    def first_start_after(program: Program, blocks: int) -> int:
+        seen = 0
+        for line, _ in program.walk():
+            if line.op == "call" and "joint" in line.attrs:
+                if seen == blocks:
+                    return sum(1 for x in before if x.op == "all_gather_start")
+                seen += 1
+            before.append(line)
+        return -1
+
+    counts = []
+    for ahead in (1, 2):
+        before: list[Any] = []
+        counts.append(first_start_after(order(unordered, Order(ahead=ahead)), 1))
+    assert counts[1] > counts[0]
