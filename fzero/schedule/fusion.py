@@ -1,19 +1,20 @@
 """What a compiled function reads and writes: its kernels, from the recorded graph.
 
 [Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those are the operands and results
-of products (matrix products, convolutions, attention), what scatters, what is returned, and pointwise values that so much would have to be recomputed
-for that the compiler keeps them. Everything else is computed again inside the kernels that read it. A *buffer* is memory that is written once and
-perhaps viewed many times; it is named by the node that makes it. An eager function writes every value that is no view.
+of products (matrix products, convolutions, attention), what is scattered, concatenated, reduced or returned, and pointwise values that so much would have
+to be read again for that the compiler keeps them. Everything else is computed inside the kernels that read it, again in each. What lies between the
+same products and reads the same values is one kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node
+that makes it. An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its code has them.
 
 It must not know how fast a device is.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,171 +46,157 @@ PRODUCTS = {
 
 _VIEWS = {aten._unsafe_view, aten._reshape_alias, aten.alias, aten.detach, aten.lift_fresh}
 _GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
-_SCATTERS = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.slice_scatter, aten.select_scatter, aten.sort, aten.topk}
-_SCATTERS |= {aten.embedding_dense_backward, aten.cumsum}
-_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.var, aten.var_mean, aten.linalg_vector_norm, aten.any, aten.all}
-_REDUCTIONS |= {aten.nll_loss_forward, aten.argmax, aten.argmin, aten.logsumexp}
-_MOST_READS = 4  # of a value with several readers before Inductor keeps it (its realize_reads_threshold)
+_WRITES = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.embedding_dense_backward, aten.sort, aten.topk}
+_WRITES |= {aten.cumsum, aten.cat, aten.stack}
+_HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh}  # kept on a CPU if read twice
+_HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}  # read one of these twice, in float32
+_MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
 _MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
-    """Values computed together: the buffers it reads and writes, with the bytes it touches of each. `product`: the node of one, else None."""
+    """Values computed together.
+
+    Attributes:
+        reads, writes: the buffers, with the bytes it touches of each.
+        product: the node of a product, else None.
+        in_place: for buffers it writes, those that it reads element by element and of the same size: it may overwrite them.
+        allocated: buffers that the operation itself allocates, not the compiler.
+        vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that never leave this kernel.
+    """
 
     reads: Mapping[fx.Node, int]
     writes: Mapping[fx.Node, int]
-    product: fx.Node | None = None
+    product: fx.Node | None
+    in_place: Mapping[fx.Node, frozenset[fx.Node]]
+    allocated: frozenset[fx.Node]
+    vanishing: int
 
     @property
     def nbytes(self) -> int:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernels:
-    """A function's kernels in an order they can run in; the bytes of every buffer; which buffer each of its outputs is in."""
+    """A function's kernels, each after what it needs, otherwise in the order of the graph; for each the numbers of those that come before it; the bytes of every buffer; the buffers of inputs
+    and outputs; whether they run on a CPU."""
 
     kernels: tuple[Kernel, ...]
+    after: tuple[frozenset[int], ...]
     sizes: Mapping[fx.Node, int]
     inputs: frozenset[fx.Node]
-    outputs: tuple[fx.Node, ...]
-
-
-def packet(node: fx.Node) -> object:
-    """The operator of a node, whatever its overload."""
-    return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
-
-
-def nbytes(value: object) -> int:
-    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+    outputs: frozenset[fx.Node]
+    on_cpu: bool
 
 
 def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:
     """The kernels that a function runs. See [Note: kernels]."""
-    return _Analysis(graph, backend).kernels()
+    return _Analysis(graph, backend == "eager").run()
+
+
+def packet(node: fx.Node) -> object:
+    """The operator of a node, whatever its overload; None of what calls none."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes that a value reads of a buffer, and whether element by element."""
+
+    nbytes: int
+    aligned: bool
 
 
 class _Analysis:
-    def __init__(self, graph: Recorded, backend: str):
-        self.graph, self.backend = graph, backend
-        self.nodes = [n for n in graph.graph.nodes if n.op != "output"]
-        self.position = {n: i for i, n in enumerate(self.nodes)}
-        self.buffer: dict[fx.Node, fx.Node] = {}  # a node -> the node that made its memory
-        self.sizes: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            base = self._base(node)
-            self.buffer[node] = base
-            if base is node:
-                value = node.meta.get("val") if node.op != "get_attr" else graph.constants[str(node.target)]
-                self.sizes[node] = nbytes(value)
+    def __init__(self, graph: Recorded, eager: bool):
+        self.graph, self.eager = graph, eager
+        nodes = list(graph.graph.nodes) if eager else _by_locality(list(graph.graph.nodes))
+        self.nodes = [n for n in nodes if n.op != "output"]
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
-        self.outputs = tuple(self.buffer[n] for n in graph.outputs)
-        self.kept = self._kept()
-        self.reads = {n: self._reads(n) for n in self.nodes if n in self.kept}
+        self.buffer: dict[fx.Node, fx.Node] = {}  # a node -> the node that made its memory
+        for node in self.nodes:
+            self.buffer[node] = self._base(node)
+        self.sizes = {n: _nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
+        self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
+        # what is computed: buffers that operations make, and operations that write to one there is
+        self.made = [n for n in self.nodes if n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor) and (self.buffer[n] is n or _writes(n))]
+        self.written = self._written()
+        self.reads = {n: self._reads(n) for n in self.made if n in self.written}
+
+    def run(self) -> Kernels:
+        made = [self._kernel(group) for group in self._groups()]
+        made = [k for k in made if k.writes]
+        before = self._before(made)
+        order = _in_order(before)
+        number = {i: place for place, i in enumerate(order)}
+        after = tuple(frozenset(number[j] for j in before[i]) for i in order)
+        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.inputs, self.outputs, self._on_cpu())
+
+    def _on_cpu(self) -> bool:
+        return not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
 
     def _base(self, node: fx.Node) -> fx.Node:
         if node.op == "call_function" and node.target is operator.getitem:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+            source = _maker(node)
             return self.buffer[source] if _is_view(source) else node
-        if node.op == "call_function" and (_is_view(node) or str(node.target).endswith("_.default")):  # in place: copy_
+        if _is_view(node) or _writes(node):
             return self.buffer[node.all_input_nodes[0]]
         return node
 
-    def _maker(self, node: fx.Node) -> fx.Node:
-        """The operation that makes a buffer: its node, or the one with several results that it is taken from."""
-        source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
-        assert isinstance(source, fx.Node)
-        return source
-
-    def _made(self) -> list[fx.Node]:
-        """Buffers that operations make."""
-        return [n for n in self.nodes if self.buffer[n] is n and n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor)]
-
-    def _kept(self) -> set[fx.Node]:
-        """The buffers that are written to memory."""
-        made = self._made()
-        kept = set(made) & set(self.outputs)
-        if self.backend == "eager":
-            return set(made)
+    def _written(self) -> set[fx.Node]:
+        """Values that are written to memory. Among what one operation returns, the smaller ones are reductions."""
+        if self.eager:
+            return set(self.made)
         readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        largest: dict[fx.Node, int] = defaultdict(int)
         for node in self.nodes:
             if node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
                 for arg in node.all_input_nodes:
                     readers[self.buffer[arg]].add(node)
+            if node in self.sizes:
+                largest[_maker(node)] = max(largest[_maker(node)], self.sizes[node])
+        written = {n for n in self.made if n in self.outputs or _writes(n)}
         num_reads: dict[fx.Node, int] = {}
-        for node in made:
-            maker = self._maker(node)
-            kind = packet(maker)
-            if kind in PRODUCTS or kind in _SCATTERS or kind in _REDUCTIONS or any(packet(r) in PRODUCTS for r in readers[node]):
-                kept.add(node)
-            args = {self.buffer[a] for a in maker.all_input_nodes}
-            num_reads[node] = sum(1 if a in kept or a in self.inputs else num_reads.get(a, 1) for a in args)
-            if num_reads[node] > (_MOST_READS if len(readers[node]) > 1 else _MOST_READS_ONCE):
-                kept.add(node)
-        return kept
+        for node in self.made:
+            maker, kind = _maker(node), packet(_maker(node))
+            arguments = {self.buffer[a] for a in maker.all_input_nodes}
+            num_reads[node] = sum(1 if a in written or a in self.inputs else num_reads.get(a, 1) for a in arguments)
+            reduced = self.sizes.get(node, 0) < largest[maker] or any(_numel(a) > _numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS
+            if kind in PRODUCTS or kind in _WRITES or reduced or any(packet(r) in PRODUCTS for r in readers[node]):
+                written.add(node)
+            elif num_reads[node] > (_MOST_READS if len(readers[node]) > 1 else _MOST_READS_ONCE) or (kind in _HEAVY and len(readers[node]) > 1):
+                written.add(node)
+        return written
 
-    def _reads(self, node: fx.Node) -> dict[fx.Node, int]:
-        """The buffers in memory that a kept value is computed from, with the bytes read of each."""
-        found: dict[fx.Node, int] = {}
-        todo, seen = [self._maker(node)], set[fx.Node]()
+    def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
+        """The buffers in memory that a written value is computed from."""
+        found: dict[fx.Node, _Read] = {}
+        todo = [(_maker(node), packet(_maker(node)) not in _WRITES)]
+        seen: set[tuple[fx.Node, bool]] = set()
         while todo:
-            maker = todo.pop()
-            if maker in seen:
+            maker, aligned = todo.pop()
+            if (maker, aligned) in seen:
                 continue
-            seen.add(maker)
-            for i, arg in enumerate(maker.all_input_nodes):
+            seen.add((maker, aligned))
+            arguments = maker.all_input_nodes
+            for i, arg in enumerate(arguments[1:] if _writes(maker) and len(arguments) > 1 else arguments):
                 base = self.buffer[arg]
-                if base in self.kept or base in self.inputs:
-                    size = min(nbytes(arg.meta.get("val")) or self.sizes[base], self.sizes[base])
-                    if packet(maker) in _GATHERS and i == 0:
-                        size = min(size, nbytes(maker.meta["val"]))
-                    found[base] = max(found.get(base, 0), size)
+                table = packet(maker) in _GATHERS and i == 0
+                straight = aligned and not table and _numel(arg) == _numel(node) and _contiguous(arg)
+                if base in self.written or base in self.inputs:
+                    size = min(_nbytes(arg.meta.get("val")), self.sizes[base]) or self.sizes[base]
+                    size = min(size, _nbytes(maker.meta.get("val")) or size) if table else size
+                    known = found.get(base, _Read(0, True))
+                    found[base] = _Read(max(known.nbytes, size), known.aligned and straight)
                 else:
-                    todo.append(self._maker(base))
+                    todo.append((_maker(base), straight))
         return found
 
-    def kernels(self) -> Kernels:
-        groups = self._groups()
-        made: list[Kernel] = []
-        for group in groups:
-            writes = {n: self.sizes[n] for n in group}
-            reads: dict[fx.Node, int] = {}
-            for node in group:
-                for base, size in self.reads[node].items():
-                    if base not in writes:
-                        reads[base] = max(reads.get(base, 0), size)
-            maker = self._maker(group[0])
-            made.append(Kernel(reads, writes, maker if packet(maker) in PRODUCTS else None))
-        for node in self.nodes:  # what is written to an input
-            if node.op == "call_function" and self.buffer[node] in self.inputs and not _is_view(node) and node.target is not operator.getitem:
-                made.append(self._in_place(node))
-        return Kernels(tuple(_ordered(made, self.position)), self.sizes, self.inputs, self.outputs)
-
-    def _in_place(self, node: fx.Node) -> Kernel:
-        """A kernel that overwrites an input with what it computes."""
-        reads = dict(self._reads(node))
-        target = self.buffer[node]
-        if all(self.buffer[a] is not target or a is node.all_input_nodes[0] for a in self._all_reads(node)):
-            reads.pop(target, None)
-        return Kernel(reads, {target: self.sizes[target]})
-
-    def _all_reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        todo, seen = list(node.all_input_nodes), set[fx.Node]()
-        while todo:
-            arg = todo.pop()
-            if arg not in seen:
-                seen.add(arg)
-                base = self.buffer[arg]
-                if base not in self.kept and base not in self.inputs:
-                    todo += self._maker(base).all_input_nodes
-        return seen
-
     def _groups(self) -> list[list[fx.Node]]:
-        """Kept values by the kernel that writes them: one operation's results together; pointwise values and reductions that lie between the same products
-        and read each other."""
-        order = [n for n in self.nodes if n in self.kept]
+        """Written values by kernel, each group where its first value stands."""
+        order = [n for n in self.made if n in self.written]
         parent = {n: n for n in order}
 
         def root(node: fx.Node) -> fx.Node:
@@ -219,45 +206,143 @@ class _Analysis:
             return node
 
         depth: dict[fx.Node, int] = {}  # products that lie before a value
-        by_maker: dict[fx.Node, fx.Node] = {}
+        together: dict[object, fx.Node] = {}
         for node in order:
-            maker = self._maker(node)
-            fixed = packet(maker) in PRODUCTS
-            depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + fixed
-            parent[node] = root(by_maker.setdefault(maker, node))
-            if fixed or self.backend == "eager":
+            maker = _maker(node)
+            product = packet(maker) in PRODUCTS
+            alone = product or packet(maker) in _WRITES
+            depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + product
+            parent[root(node)] = root(together.setdefault(maker, node))  # the results of one operation
+            if alone or self.eager:
                 continue
-            for base in self.reads[node]:
-                if base in parent and depth[base] == depth[node] and packet(self._maker(base)) not in PRODUCTS:
+            largest = max((r.nbytes for r in self.reads[node].values()), default=0)
+            for base, read in self.reads[node].items():
+                if base in parent and depth[base] == depth[node] and packet(_maker(base)) not in PRODUCTS | _WRITES:
                     parent[root(node)] = root(base)
+                elif read.nbytes == largest:
+                    parent[root(node)] = root(together.setdefault((base, depth[node], _numel(node)), node))
         groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in order:
             groups[root(node)].append(node)
         return list(groups.values())
+
+    def _kernel(self, group: list[fx.Node]) -> Kernel:
+        inside = set(group)
+        reads: dict[fx.Node, int] = {}
+        writes: dict[fx.Node, int] = {}
+        in_place: dict[fx.Node, frozenset[fx.Node]] = {}
+        vanishing = 0
+        for node in group:
+            target = self.buffer[node]
+            vanishing += 4 * _numel(node) if packet(_maker(node)) in _HEAVY_INSIDE else 0
+            if target is node and self._vanishes(node, inside):
+                vanishing += self.sizes[target]
+            else:
+                writes[target] = self.sizes[target]
+            for base, read in self.reads[node].items():
+                if base not in inside:
+                    reads[base] = max(reads.get(base, 0), read.nbytes)
+            if target is node:
+                in_place[node] = frozenset(b for b, r in self.reads[node].items() if r.aligned and b not in inside and self.sizes[b] == self.sizes[node])
+        maker = _maker(group[0])
+        product = maker if packet(maker) in PRODUCTS else None
+        allocated = writes if product is not None and group[0] is not product else ()  # several results
+        return Kernel(reads, writes, product, in_place if product is None else {}, frozenset(allocated), vanishing)
+
+    def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a value is read in its own kernel alone: it never leaves the processor."""
+        if self.eager or node in self.outputs or packet(_maker(node)) in PRODUCTS | _WRITES:
+            return False
+        return all(reader in inside for reader, reads in self.reads.items() if node in reads)
+
+    def _before(self, made: list[Kernel]) -> tuple[frozenset[int], ...]:
+        """For each kernel those that write what it reads, or read what it overwrites."""
+        if self.eager:
+            return tuple(frozenset([i - 1] if i else []) for i in range(len(made)))
+        writers: dict[fx.Node, list[int]] = defaultdict(list)
+        readers: dict[fx.Node, list[int]] = defaultdict(list)
+        for i, kernel in enumerate(made):
+            for base in kernel.writes:
+                writers[base].append(i)
+            for base in kernel.reads:
+                readers[base].append(i)
+        before = []
+        for i, kernel in enumerate(made):
+            given = {j for base in kernel.reads if base not in self.inputs for j in writers[base]}
+            taken = {j for base in kernel.writes if base in self.inputs for j in readers[base]}
+            before.append(frozenset((given | taken) - {i}))
+        return tuple(before)
+
+
+def _by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes with each operation right before the first that reads it, as Inductor moves them (its reorder_for_locality)."""
+    after: dict[fx.Node | None, fx.Node | None] = {}
+    before: dict[fx.Node | None, fx.Node | None] = {}
+    for a, b in zip((None, *nodes), (*nodes, None), strict=True):
+        after[a], before[b] = b, a
+    seen, node = set[fx.Node](), before[None]
+    first_write = next((n for n in nodes if _writes(n)), None)
+    moves = first_write is None
+    while node is not None:
+        seen.add(node)
+        if moves and node is not first_write:
+            for arg in node.all_input_nodes:
+                stays = arg.op != "call_function" or (_maker(arg) is not arg and packet(_maker(arg)) in PRODUCTS)
+                if not stays and all(u in seen for u in arg.users):
+                    after[before[arg]], before[after[arg]] = after[arg], before[arg]
+                    after[arg], before[arg] = node, before[node]
+                    after[before[node]], before[node] = arg, arg
+        moves = moves or node is first_write
+        node = before[node]
+    out, node = [], after[None]
+    while node is not None:
+        out.append(node)
+        node = after[node]
+    return out
+
+
+def _in_order(before: Sequence[frozenset[int]]) -> list[int]:
+    """Numbers in order, each after those before it."""
+    done: dict[int, None] = {}
+    for start in range(len(before)):
+        todo = [start]
+        while todo:
+            missing = [j for j in before[todo[-1]] if j not in done]
+            if missing:
+                todo += sorted(missing, reverse=True)
+            else:
+                done.setdefault(todo.pop())
+    return list(done)
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operation that makes a value: its node, or the one with several results that it is taken from."""
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (compat.is_view(node.target) or packet(node) in _VIEWS)
 
 
-def _ordered(made: list[Kernel], position: Mapping[fx.Node, int]) -> list[Kernel]:
-    """The kernels, each after those that write what it reads, otherwise as the graph has them."""
-    writer = {b: i for i, k in enumerate(made) for b in k.writes}
-    waits = [{writer[b] for b in k.reads if b in writer and writer[b] != i} for i, k in enumerate(made)]
-    readers: dict[int, list[int]] = defaultdict(list)
-    for i, before in enumerate(waits):
-        for j in before:
-            readers[j].append(i)
-    at = [max((position[b] for b in k.writes), default=0) for k in made]
-    missing = [len(w) for w in waits]
-    ready = [(at[i], i) for i, m in enumerate(missing) if not m]
-    heapq.heapify(ready)
-    out = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        out.append(made[i])
-        for j in readers[i]:
-            missing[j] -= 1
-            if not missing[j]:
-                heapq.heappush(ready, (at[j], j))
-    return out
+def _writes(node: fx.Node) -> bool:
+    """Whether an operation overwrites its first argument."""
+    return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def _nbytes(value: object) -> int:
+    """Bytes of the memory that a tensor spans, or that all of several take."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
+    return sum(map(_nbytes, value)) if isinstance(value, (tuple, list)) else 0
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def _contiguous(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_contiguous()
