@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
@@ -44,6 +43,8 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
     gradients. Nodes in `recompute` are never saved.
     """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # a second and 45 MB, which not every step needs
+
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
     forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
@@ -96,6 +97,7 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
         trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe for each set, 8 s in all.
     """
     import torch._inductor.config as config
+    from torch._guards import TracingContext, tracing
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -103,7 +105,7 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
     found: list[Lowered] = []
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(module, inputs, **kwargs)
+        compiled: Any = compile_fx_inner(module, inputs, **kwargs)
         found.append(Lowered(compiled.source_code, len(inputs), tuple(sorted(compiled.mutated_input_idxs))))
         return compiled
 
@@ -111,8 +113,7 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
     unpatched = AsyncCompile.cpp_pybinding
     AsyncCompile.cpp_pybinding = lambda self, argtypes, source: None  # type: ignore[method-assign]
     try:
-        context = torch._guards.TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
-        with config.patch(patches), torch._guards.tracing(context):
+        with config.patch(patches), tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
             compile_fx(graph, list(example_inputs), inner_compile=inner, ignore_shape_env=True)
     finally:
         AsyncCompile.cpp_pybinding = unpatched  # type: ignore[method-assign]

@@ -21,18 +21,21 @@ _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
 def pytest_configure() -> None:
-    """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR to keep them from run to run."""
+    """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE to keep them from run to run."""
     global _inductor_cache
     torch.set_num_threads(1)  # as on every rank: with more, a matrix product sums in another order
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         _inductor_cache = tempfile.TemporaryDirectory(prefix="fzero-inductor-", ignore_cleanup_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+        os.environ.setdefault("FZERO_CACHE", os.path.join(_inductor_cache.name, "fzero"))
 
 
 def pytest_unconfigure() -> None:
     if _inductor_cache is not None:
         _inductor_cache.cleanup()
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE"):
+            if os.environ.get(name, "").startswith(_inductor_cache.name):
+                del os.environ[name]
 
 
 @pytest.fixture(scope="session")

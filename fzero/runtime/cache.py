@@ -7,11 +7,11 @@ footer with a digest of both: a library that was cut short would crash the proce
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import platform
-import re
 import stat
 import struct
 import sys
@@ -28,6 +28,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import signature
+from fzero.schedule.plan import parse_bytes
 
 FORMAT = 1
 """Of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
@@ -153,17 +154,12 @@ def open_cache() -> Cache | None:
     return Cache(folder, limit)
 
 
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
-
 def _limit() -> int:
     text = os.environ.get("FZERO_CACHE_LIMIT", "")
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if not text:
-        return LIMIT
-    if found is None or found[2] not in _UNITS:
-        raise FzeroValueError(message("cache", f"FZERO_CACHE_LIMIT={text!r} is no size", fix="give bytes, or a number and a unit, e.g. 10GiB"))
-    return int(float(found[1]) * _UNITS[found[2]])
+    try:
+        return parse_bytes(int(text) if text.isdigit() else text) if text else LIMIT
+    except FzeroValueError as error:
+        raise FzeroValueError(message("cache", f"FZERO_CACHE_LIMIT={text!r} is no size", fix="give a number of bytes, or a unit too, e.g. 10GiB")) from error
 
 
 def key(graph: Recorded, function: Function, device: torch.device) -> str:
@@ -192,6 +188,7 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+@functools.cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
     """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they are compiled on."""
     if device.type == "cuda":

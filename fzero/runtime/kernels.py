@@ -68,8 +68,9 @@ def parse(lowered: compat.Lowered, num_inputs: int, num_outputs: int, writes: Se
             raise NotPlain("arguments of another form")
     if not isinstance(body[-1], ast.Return) or not isinstance(body[-1].value, ast.Tuple) or sum(isinstance(n, ast.Return) for n in ast.walk(call)) != 1:
         raise NotPlain("results of another form")
-    if (len(inputs), len(body[-1].value.elts), tuple(lowered.writes)) != (num_inputs, num_outputs, tuple(sorted(writes))):
-        raise NotPlain("other inputs, outputs or writes than the graph's")
+    signature = len(inputs), len(body[-1].value.elts), lowered.writes
+    if signature != (num_inputs, num_outputs, tuple(sorted(writes))):
+        raise NotPlain(f"inputs, outputs and writes {signature} where the graph has {num_inputs}, {num_outputs}, {tuple(sorted(writes))}")
     _check_names(body, {*inputs, *kernels})
     return Plain(ast.FunctionDef("call", _arguments(inputs), body, [], type_params=[]), kernels)  # type: ignore[call-arg]
 

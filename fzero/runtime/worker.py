@@ -11,7 +11,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed

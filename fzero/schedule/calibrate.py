@@ -1,25 +1,82 @@
-"""Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file."""
+"""Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
+
+fzero calibrate                                  # one process: starts as many as the host has places for ranks, and measures with them
+torchrun --nproc-per-node 8 -m fzero.schedule.calibrate      # or under torchrun: over the links between these ranks
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fzero.errors import FzeroValueError, message
-from fzero.schedule.devices import FORMAT, Device
+from fzero.mesh import Mesh, close_mesh, make_mesh
+from fzero.schedule.devices import FORMAT, KNOWN, Device, Link
+from fzero.schedule.measure import rates
 
 _REDO = "measure again on this machine: fzero calibrate"
+_PATIENCE = 300.0  # seconds that the processes get which measure together
+
+
+def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable[[str], None] | None = None) -> Device:
+    """Measures this machine and keeps what it found in a file, where every plan finds it.
+
+    Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own transport. Ranks measure at once, since they
+    share the host's memory and cores. Without a mesh of several processes, those that the host has places for (cores / threads of this process on
+    a CPU, at most two; CUDA devices) are started for it.
+
+    Args:
+        mesh: from `make_mesh`, with every rank of a host calling alike; None, or one of a single process: see above.
+        seconds: about how long to measure; starting processes and compiling one small function come on top.
+        progress: called with a word on what is being measured.
+
+    Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a rank.
+
+    Returns: the device; rank 0's on every rank.
+
+    Raises:
+        FzeroValueError: the processes that measure together failed, with what the first of them said.
+    """
+    progress = progress or (lambda what: None)
+    mesh = mesh or _alone()
+    together = _places(mesh.device_type)
+    if mesh.size > 1:
+        measured = _of_first(mesh, rates(mesh, seconds, progress))
+    elif together > 1:
+        progress(f"{together} processes")
+        measured = _spawned(together, mesh.device_type, seconds)
+    else:
+        measured = rates(mesh, seconds, progress)
+    device = _device(measured, mesh.device_type, min(mesh.size, together) if mesh.size > 1 else together)
+    if mesh.rank == 0:
+        save_calibration(device, calibration_path(mesh.device_type))
+    return device
 
 
 def calibration_path(device_type: str = "cpu") -> Path:
     """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
-    folder = Path(os.environ.get("FZERO_CACHE") or Path.home() / ".cache" / "fzero")
+    where = os.environ.get("FZERO_CACHE", "")
+    folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"  # "off" is about compiled functions
     return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
+
+
+def save_calibration(device: Device, path: Path) -> None:
+    """Writes a calibration file; a reader sees the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(device.to_json() + "\n")
+    os.replace(part, path)
 
 
 def load_calibration(path: str | Path) -> Device:
@@ -37,19 +94,20 @@ def load_calibration(path: str | Path) -> Device:
     here = {"format": FORMAT, "torch": torch.__version__, **machine(str(found.get("device_type", "cpu")))}
     wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
     if wrong:
-        raise FzeroValueError(message("calibrate", f"{path} was measured elsewhere", wrong, _REDO))
+        raise FzeroValueError(message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO))
     return Device.from_json(text)
 
 
 def machine(device_type: str) -> dict[str, Any]:
     """What a calibration is valid for."""
+    cuda = device_type == "cuda" and torch.cuda.is_available()
     return {
         "device_type": device_type,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
+        "cores": _cores(),
         "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device_type == "cuda" and torch.cuda.is_available() else [],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     }
 
 
@@ -57,3 +115,94 @@ def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _alone() -> Mesh:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return Mesh({"data": 1}, 0, device)
+
+
+def _places(device_type: str) -> int:
+    """Ranks that measure together on this host: two on a CPU that has cores for them, every CUDA device."""
+    return torch.cuda.device_count() if device_type == "cuda" else max(1, min(2, _cores() // torch.get_num_threads()))
+
+
+def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Device:
+    """A device of what was measured; what a process alone cannot measure is that of the generic device."""
+    generic = KNOWN["cpu" if device_type == "cpu" else "h100"]
+    links = {**generic.links, **measured["links"]}
+    assumed = ", ".join(f"link {name}" for name in links if name not in measured["links"])
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    cuda = device_type == "cuda"
+    return replace(
+        generic,
+        **{**measured, "links": links},
+        name=torch.cuda.get_device_name(0) if cuda else _cpu_model(),
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() // num_ranks,
+        devices_per_host=torch.cuda.device_count() if cuda else max(1, _cores() // torch.get_num_threads()),
+        source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
+        machine=machine(device_type),
+    )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 measured, on every rank: all plans must be alike."""
+    box = [measured]
+    dist.broadcast_object_list(box, src=0, device=mesh.device if mesh.device_type == "cuda" else None)
+    return box[0]
+
+
+def _spawned(num_ranks: int, device_type: str, seconds: float) -> dict[str, Any]:
+    """What processes measure that are started for it, as torchrun would start them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": torch.get_num_threads()}
+    command = [sys.executable, "-m", "fzero.schedule.calibrate", device_type, str(seconds)]
+    running = []
+    for rank in range(num_ranks):
+        env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=_PATIENCE) for process in running]
+    except subprocess.TimeoutExpired:
+        said = [("", f"not done after {_PATIENCE:g} s")] * num_ranks
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    failed = [f"rank {rank}: {(err.strip() or 'said nothing').splitlines()[-1]}" for rank, (out, err) in enumerate(said) if not out.strip()]
+    if failed:
+        raise FzeroValueError(message("calibrate", "the processes that measure together failed", failed, "see what they say; or start them with torchrun"))
+    found = json.loads(said[0][0].splitlines()[-1])
+    for name in ("host_copy", "disk_read", "disk_write"):
+        found[name] = Link(**found[name])
+    found["links"] = {k: Link(**v) for k, v in found["links"].items()}
+    return found
+
+
+def _main() -> None:
+    """One of several processes that measure together: prints what rank 0 found. Under torchrun, without arguments, keeps it in the file."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if len(sys.argv) == 1:
+        device = calibrate(make_mesh())
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(device.to_json())
+    else:
+        mesh = make_mesh(device=sys.argv[1])
+        found = _of_first(mesh, rates(mesh, float(sys.argv[2])))
+        print(json.dumps(found, default=vars))
+    close_mesh()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,370 @@
+"""Compiled functions: made once, kept on disk, divided among ranks; and what happens when a file, a rank or a compiler fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import compat
+from fzero.errors import FzeroError, FzeroValueError
+from fzero.program.ir import Function
+from fzero.program.record import record
+from fzero.runtime import build as building
+from fzero.runtime import cache as caching
+from fzero.runtime import kernels, worker
+from fzero.runtime.cache import Cache, Entry, open_cache
+
+CPU = torch.device("cpu")
+N = 48  # more than 1024 elements in a square: a function worth compiling
+
+
+def function(name: str, fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Function:
+    """A function of tensors of these shapes, as a program holds it."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(s, dtype=dtype) for s in shapes]
+        return Function(name, record(fn, inputs, owner=name, names=[f"x{i}" for i in range(len(shapes))]), **kwargs)
+
+
+def several(x, y):
+    return [(x + y).sin(), (x @ y).cos() * 2]
+
+
+def literal(x):
+    return [(x * torch.tensor([2.0, 3.0]).repeat(N // 2)).exp()]
+
+
+def functions() -> dict[str, Function]:
+    """One with two results, the same with a buffer for the second, one that reads a literal."""
+    made = [function("several", several, (N, N), (N, N)), function("into", several, (N, N), (N, N), into=(1,)), function("literal", literal, (N, N))]
+    return {f.name: f for f in made}
+
+
+def check(built: dict[str, Any]) -> None:
+    """They compute what their definitions say."""
+    x, y = torch.randn(N, N), torch.randn(N, N)
+    first, second = several(x, y)
+    got = built["several"](x, y)
+    torch.testing.assert_close(tuple(got), (first, second))
+    buffer = torch.zeros(N, N)
+    got = built["into"](x, y, into=[None, buffer])
+    assert got[1] is buffer
+    torch.testing.assert_close(tuple(got), (first, second))
+    torch.testing.assert_close(built["literal"](x), literal(x)[0])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    return tmp_path / "functions"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch) -> None:
+    def compile_jobs(*args, **kwargs):
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr(worker, "compile_jobs", compile_jobs)
+
+
+def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(folder, monkeypatch, caplog):
+    seen: list[tuple[int, int, str]] = []
+    check(building.build(functions(), "inductor", fz.make_mesh(), lambda *what: seen.append(what)))
+    assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)] and {name for *_, name in seen} == {"several", "into", "literal"}
+    entries = sorted(folder.glob("*.so"))
+    assert len(entries) == 3 and len(list(folder.iterdir())) == 3
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "compile_jobs", lambda *args: pytest.fail("something is compiled"))
+        check(building.build(functions(), "inductor", fz.make_mesh()))
+
+    entries[0].write_bytes(entries[0].read_bytes()[:-100])
+    seen.clear()
+    with caplog.at_level(logging.INFO, "fzero"):
+        check(building.build(functions(), "inductor", fz.make_mesh(), lambda *what: seen.append(what)))
+    assert len(seen) == 1 and any(f"{entries[0]} is damaged" in r.message for r in caplog.records)
+    assert all(r.levelno <= logging.INFO for r in caplog.records)
+    assert len(list(folder.glob("*.so"))) == 3
+
+
+def test_without_a_cache_every_build_compiles_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FZERO_CACHE", "off")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    one = {"literal": functions()["literal"]}
+    with caplog.at_level(logging.INFO, "fzero"):
+        run = building.build(one, "inductor", fz.make_mesh())["literal"]
+    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    assert any(r.message.startswith("compiled 1 of 1: literal, ") for r in caplog.records)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_loads_does_not_import_the_compiler(folder):
+    """What makes a warm start fast and small: the compiler's modules stay out."""
+    one = {"literal": functions()["literal"]}
+    building.build(one, "inductor", fz.make_mesh())
+    path = next(folder.glob("*.so"))
+    code = f"""
+import sys, torch
+from fzero.runtime.cache import Cache
+from fzero.runtime import kernels
+from pathlib import Path
+entry = Cache(Path({str(folder)!r})).read({path.stem!r})
+run = kernels.function_of("literal", entry.text, kernels.load_library(Path({str(path)!r})), [torch.ones(2)])
+assert torch.equal(run(torch.zeros({N}, {N})), torch.ones({N}, {N}))
+print(sorted(m for m in sys.modules if m in ("torch._dynamo", "torch._inductor", "torch._inductor.compile_fx", "sympy")))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def compile_failing(*args: Any) -> Any:
+    raise FzeroError("fzero.compile: no such luck")
+
+
+def build_on_rank(cache: str, failing: bool = False, absent: bool = False) -> list[str]:
+    os.environ["FZERO_CACHE"] = cache
+    compiled: list[str] = []
+    mesh = fz.make_mesh(data=-1, timeout=4 if absent else 240)
+    if absent and mesh.rank == 1:
+        time.sleep(8)
+        return compiled
+    kept = worker.compile_jobs
+    try:
+        if failing and mesh.rank == 1:
+            worker.compile_jobs = compile_failing
+        check(building.build(functions(), "inductor", mesh, lambda done, total, name: compiled.append(name)))
+    finally:
+        worker.compile_jobs = kept
+    return compiled
+
+
+def test_two_ranks_compile_each_function_once_between_them(run_ranks, tmp_path):
+    first, second = run_ranks(2, build_on_rank, str(tmp_path), timeout=280)
+    assert sorted(first + second) == ["into", "literal", "several"] and first and second
+    assert len(list((tmp_path / "functions").glob("*.so"))) == 3
+    assert run_ranks(2, build_on_rank, str(tmp_path)) == [[], []]
+
+
+def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):
+    waiting, failed = run_ranks(2, build_on_rank, str(tmp_path), failing=True, timeout=280, expect_error=True)
+    assert failed.type == "FzeroError"
+    assert waiting.type == "DivergenceError" and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message and "FZERO_CACHE=off" in waiting.message
+
+
+def test_a_rank_that_does_not_come_is_named(run_ranks, tmp_path):
+    waiting, _ = run_ranks(2, build_on_rank, str(tmp_path), absent=True, expect_error=True)
+    assert waiting.type == "DivergenceError" and "rank 1 did not deliver in 4 s" in waiting.message
+
+
+def test_the_compilers_words_are_shown(folder):
+    import torch._inductor.config as config
+
+    one = {"literal": functions()["literal"]}
+    with config.patch({"cpp.cxx": (sys.executable,)}), pytest.raises(FzeroError) as error:  # which is no C++ compiler
+        building.build(one, "inductor", fz.make_mesh())
+    assert "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
+
+
+def test_a_function_that_is_not_plain_is_compiled_by_inductor_itself(folder, monkeypatch, caplog):
+    monkeypatch.setattr(worker, "compile_jobs", lambda jobs, *args: {job.name: "a surprise" for job in jobs})
+    one = {"literal": functions()["literal"]}
+    with caplog.at_level(logging.INFO, "fzero"):
+        run = building.build(one, "inductor", fz.make_mesh())["literal"]
+    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    assert any("literal is compiled at every start, for its code holds a surprise" in r.message for r in caplog.records)
+
+
+# --- the key ---
+
+
+def key_of(f: Function, device: torch.device = CPU) -> str:
+    return caching.key(f.graph, f, device)
+
+
+def test_the_key_is_of_the_function_not_of_its_name():
+    assert key_of(function("one", several, (N, N), (N, N))) == key_of(function("other", several, (N, N), (N, N)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        function("f", literal, (N + 0, N), dtype=torch.float64),
+        function("f", literal, (N + 1, N)),
+        function("f", lambda x: [(x * torch.tensor([2.0, 4.0]).repeat(N // 2)).exp()], (N, N)),
+        function("f", lambda x: [(x * torch.tensor([2.0, 3.0]).repeat(N // 2)).sin()], (N, N)),
+        function("f", lambda x: [literal(x)[0], x], (N, N)),
+        replace(functions()["literal"], into=(0,)),
+        replace(functions()["literal"], writes=(0,)),
+    ],
+    ids=["dtype", "shape", "literal", "operation", "results", "into", "writes"],
+)
+def test_the_key_changes_with_the_function(other):
+    assert key_of(other) != key_of(functions()["literal"])
+
+
+def test_the_key_changes_with_the_strides_of_an_input():
+    f = functions()["literal"]
+    before = key_of(f)
+    node = f.graph.inputs[0]
+    node.meta["val"] = node.meta["val"].t()
+    assert key_of(f) != before
+
+
+def test_the_key_changes_with_where_and_how_it_is_compiled(monkeypatch):
+    import torch._inductor.config as config
+
+    f = functions()["literal"]
+    keys = [key_of(f)]
+    for change in (
+        lambda patch: patch.setattr(torch, "__version__", "2.99"),
+        lambda patch: patch.setattr(caching, "FORMAT", caching.FORMAT + 1),
+        lambda patch: patch.setattr(caching, "_hardware", lambda device: ("cpu", "another")),
+        lambda patch: patch.setattr(torch, "get_num_threads", lambda: 7),
+        lambda patch: patch.setattr(compat, "native_bf16", lambda device: None),
+        lambda patch: patch.setattr(sys.implementation, "cache_tag", "cpython-399"),
+        lambda patch: patch.setenv("CXX", "another"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            keys.append(key_of(f))
+    with config.patch({"cpp.min_chunk_size": 17}):
+        keys.append(key_of(f))
+    assert len(set(keys)) == len(keys)
+    assert key_of(f) == keys[0]
+
+
+# --- the files ---
+
+
+ENTRY = Entry("def call(): pass", b"a library" * 100)
+
+
+def test_an_entry_comes_back_as_it_was(tmp_path):
+    cache = Cache(tmp_path)
+    assert cache.read("key") is None
+    cache.write("key", ENTRY)
+    cache.write("key", ENTRY)
+    assert cache.read("key") == ENTRY and [p.name for p in tmp_path.iterdir()] == ["key.so"]
+
+
+@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:500], lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:], lambda d: d[:-60] + b"x" + d[-59:]])
+def test_a_damaged_entry_is_no_entry(tmp_path, damage):
+    cache = Cache(tmp_path)
+    cache.write("key", ENTRY)
+    path = cache.path("key")
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.read("key") is None and not path.exists()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "rename", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        Cache(tmp_path).write("key", ENTRY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_used_longest_ago_leaves_first(tmp_path):
+    size = len(ENTRY.library) + len(ENTRY.text) + caching._FOOTER.size
+    cache = Cache(tmp_path, limit=2 * size)
+    for age, name in enumerate("abc"):
+        cache.write(name, ENTRY)
+        os.utime(cache.path(name), (1000 + age, 1000 + age))
+    (tmp_path / ".x.tmp").write_text("of a writer that died")
+    os.utime(tmp_path / ".x.tmp", (1000, 1000))
+    (tmp_path / ".y.tmp").write_text("of one that is writing")
+    assert cache.read("a") == ENTRY  # used now
+    cache.trim()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".y.tmp", "a.so", "c.so"]
+    Cache(tmp_path, limit=0).trim()
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_cache_that_keeps_nothing_still_builds(folder, monkeypatch):
+    monkeypatch.setenv("FZERO_CACHE_LIMIT", "0")
+    run = building.build({"literal": functions()["literal"]}, "inductor", fz.make_mesh())["literal"]
+    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    assert not list(folder.glob("*.so"))
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 10 * 2**30), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000)])
+def test_the_limit_is_a_size(folder, monkeypatch, text, size):
+    monkeypatch.setenv("FZERO_CACHE_LIMIT", text)
+    assert open_cache() == Cache(folder, size)
+
+
+def test_a_limit_that_is_no_size_is_an_error(folder, monkeypatch):
+    monkeypatch.setenv("FZERO_CACHE_LIMIT", "plenty")
+    with pytest.raises(FzeroValueError) as error:
+        open_cache()
+    assert "FZERO_CACHE_LIMIT='plenty'" in str(error.value) and "10GiB" in str(error.value)
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert open_cache() is None and "others can write there" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_not_used(folder, caplog):
+    folder.write_text("a file in its place")
+    assert open_cache() is None and "is not used" in caplog.text
+
+
+# --- Inductor's code ---
+
+
+def lowered(body: str, head: str = "", writes: tuple[int, ...] = ()) -> compat.Lowered:
+    lines = ["    def call(self, args):", "        arg0_1, arg1_1 = args", "        args.clear()", *(f"        {line}" for line in body.splitlines())]
+    return compat.Lowered("\n".join([head, "class Runner:", *lines]), 2, writes)
+
+
+KERNEL = "cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x.h>\nextern \"C\" void kernel(const float* a, float* b) {}\n''')"
+
+
+def test_a_plain_function_is_cut_out():
+    code = "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
+    plain = kernels.parse(lowered(code, KERNEL), 2, 1, ())
+    (kernel,) = plain.kernels.values()
+    text = kernels.text_of(plain, {kernel: 5}, 2, (), 1)
+    assert text.splitlines()[0] == "def call(arg0_1, arg1_1):" and "kernel_5(arg0_1, buf0)" in text and text.splitlines()[-1] == "    return buf0"
+    source = kernels.library_source([kernel])
+    assert source.count("#include <x.h>") == 1 and "void kernel_0(const float* a" in source and "argument<float*>(args[1])" in source
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lowered("return (arg0_1, arg1_1, )"), "inputs, outputs and writes (2, 2, ())"),
+        (lowered("return (arg0_1, )", writes=(1,)), "writes (2, 1, (1,))"),
+        (lowered("return (mystery(arg0_1), )"), "names that are not torch's: mystery"),
+        (lowered("return (extern_kernels.bias_addmm(arg0_1), )"), "extern_kernels.bias_addmm"),
+        (lowered("return (arg0_1, )", "k = async_compile.triton('k', 'source')"), "kernels of the kind triton"),
+        (lowered("return (arg0_1, )", KERNEL.replace("{}", "{ kernel(a, b); }")), "several functions"),
+        (lowered("if arg0_1:\n    return (arg0_1, )\nreturn (arg0_1, )"), "results of another form"),
+        (compat.Lowered("x = 1", 2, ()), "0 functions"),
+    ],
+)
+def test_code_that_is_more_than_a_function_over_kernels_is_refused(made, why):
+    with pytest.raises(kernels.NotPlain) as error:
+        kernels.parse(made, 2, 1, ())
+    assert why in str(error.value)
+
+
+def test_large_work_is_compiled_in_several_units():
+    jobs = [worker.Job(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
+    plain = {str(i): kernels.Plain(None, {"k": kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
+    assert [len(unit) for unit in worker._units(jobs, plain, 1)] == [5]
+    units = worker._units(jobs, plain, 4)
+    assert len(units) == 4 and sorted(job.key for unit in units for job in unit) == list("01234")
+    assert [len(unit) for unit in worker._units(jobs[:1], plain, 4)] == [1]
