@@ -182,6 +182,60 @@ def test_every_choice_gives_the_same_bits_on_two_ranks(run_ranks):
                 assert torch.equal(a, b)
 
 
+def test_compiled_functions_agree_on_what_passes_between_them():
+    """Strides included: of what attention saves, say."""
+    step, data = fz.train_step(MODELS["gpt"].loss, optim.adamw(1e-2)), batches(2)
+    want: list[torch.Tensor] = []
+    for policy, backend in (("full", "eager"), (0.5, "inductor")):
+        train = fz.compile(fz.remat(step, policy), fz.make_mesh(), backend=backend)
+        state = train.init(MODELS["gpt"].init)
+        for i, batch in enumerate(data):
+            state, metrics = train(state, batch)
+            if backend == "eager":
+                want.append(metrics["loss"])
+            else:
+                torch.testing.assert_close(metrics["loss"], want[i], rtol=1e-5, atol=1e-6)
+
+
+# the head
+
+
+def chunked_head(p, x, targets):
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+    return torch.nn.functional.linear_cross_entropy(x.flatten(0, 1), p["out"], targets.flatten(), options=options)
+
+
+def plain_head(p, x, targets):
+    return torch.nn.functional.cross_entropy((x @ p["out"].T).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this release of torch has no chunked linear_cross_entropy")
+def test_a_chunked_loss_in_the_last_block_holds_no_logits():
+    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the logits' size."""
+    params = {"token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin()}
+    batch = {k: v[:, :4] % 50 for k, v in batches(1, size=16)[0].items()}
+    largest, found = {}, {}
+    for name, head in (("plain", fz.block(plain_head)), ("chunked", fz.block(chunked_head))):
+
+        def loss(params, batch, head=head):
+            return head(params, embed(params, batch["tokens"]), batch["targets"])
+
+        train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+        state, metrics = train(train.init(params), batch)
+        found[name] = (metrics["loss"], state.params)
+        (function,) = [f for n, f in train.program.functions.items() if n.endswith("head_value_and_grad")]
+        values = [n.meta["val"] for n in function.graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        largest[name] = max(v.numel() for v in values)
+    logits = 16 * 4 * 50
+    assert largest["plain"] == logits and largest["chunked"] < logits / 2
+    torch.testing.assert_close(found["chunked"], found["plain"])
+
+
+@fz.block
+def embed(p, tokens):
+    return p["token"][tokens]
+
+
 # under a budget
 
 
