@@ -80,8 +80,14 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """A function's kernels, each after what it needs, otherwise in the order of the graph; for each the numbers of those that come before it; the bytes of every buffer; the buffers of inputs
-    and outputs; whether they run on a CPU."""
+    """A function's kernels, each after what it needs, otherwise in the order of the graph.
+
+    Attributes:
+        after: for each kernel the numbers of those that come before it.
+        sizes: bytes of every buffer.
+        inputs, outputs: the buffers that a function is given and that it returns.
+        on_cpu: whether it runs on a CPU.
+    """
 
     kernels: tuple[Kernel, ...]
     after: tuple[frozenset[int], ...]
@@ -163,10 +169,11 @@ class _Analysis:
             maker, kind = _maker(node), packet(_maker(node))
             arguments = {self.buffer[a] for a in maker.all_input_nodes}
             num_reads[node] = sum(1 if a in written or a in self.inputs else num_reads.get(a, 1) for a in arguments)
-            reduced = self.sizes.get(node, 0) < largest[maker] or any(_numel(a) > _numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS
-            if kind in PRODUCTS or kind in _WRITES or reduced or any(packet(r) in PRODUCTS for r in readers[node]):
-                written.add(node)
-            elif num_reads[node] > (_MOST_READS if len(readers[node]) > 1 else _MOST_READS_ONCE) or (kind in _HEAVY and len(readers[node]) > 1):
+            shrinks = any(_numel(a) > _numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS
+            reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
+            twice = len(readers[node]) > 1
+            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and kind in _HEAVY)
+            if kind in PRODUCTS or kind in _WRITES or reduced or many or any(packet(r) in PRODUCTS for r in readers[node]):
                 written.add(node)
         return written
 

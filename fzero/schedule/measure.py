@@ -1,0 +1,196 @@
+"""What `calibrate` measures: rates of this machine, each by running what a program runs, a few times, and taking the best.
+
+On a mesh all ranks measure at once, so that what they share (memory, the host's cores, links) is shared as in a run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero import compat
+from fzero.comm.transport import transport
+from fzero.mesh import Mesh
+from fzero.program.ir import Function
+from fzero.program.record import record
+from fzero.schedule.devices import Link
+
+Progress = Callable[[str], None]
+
+_SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]  # rows, columns, inner of a product
+_COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
+_PAGE = 4096
+
+
+def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None) -> dict[str, Any]:
+    """Everything of a `Device` that is measured, on every rank of a mesh alike.
+
+    Args:
+        mesh: of this process alone, or of all ranks of a host.
+        seconds: about how long to measure; compiling and starting come on top.
+        progress: called with what is being measured.
+    """
+    device, each = mesh.device, seconds / 8
+    out: dict[str, Any] = {"flops": {}, "links": {}}
+    for dtype in _dtypes(device):
+        progress(f"products in {str(dtype).removeprefix('torch.')}")
+        out["flops"][str(dtype).removeprefix("torch.")] = product_rate(dtype, device, each)
+    progress("memory")
+    out["memory_bandwidth"] = copy_rate(device, each / 2)
+    progress("calls")
+    out["call_seconds"] = call_seconds(mesh, each / 2)
+    progress("host")
+    out["host_copy"] = host_copy(device, each / 2)
+    progress("disk")
+    out["disk_read"], out["disk_write"] = disk(each)
+    if mesh.size > 1:
+        progress("links")
+        out["links"]["intra"] = link(mesh, each)
+    return out
+
+
+def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """FLOP/s of matrix products as a layer has them: forward, and for both gradients, of typical sizes, as the runtime runs them."""
+    scale = 1 if device.type == "cpu" else 4  # a device with more units needs more work to fill them
+    total = taken = 0.0
+    started = time.perf_counter()
+    for rows, columns, inner in (tuple(n * scale for n in size) for size in _SIZES):
+        x, w, dy = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns)))
+        for run, args in ((_mm(x, w.T), (x, w.T)), (_mm(dy, w), (dy, w)), (_mm(dy.T, x), (dy.T, x))):
+            taken += best(lambda run=run, args=args: run(*args), device, seconds / len(_SIZES) / 3)
+            total += 2.0 * rows * columns * inner
+        if time.perf_counter() - started > 2 * seconds:  # a slow machine: the larger sizes would take too long
+            break
+    return total / taken
+
+
+def copy_rate(device: torch.device, seconds: float) -> float:
+    """Bytes/s read and written together."""
+    nbytes = _COPY if device.type == "cpu" else 32 * _COPY
+    source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
+    return 2 * nbytes / best(lambda: target.copy_(source), device, seconds)
+
+
+def call_seconds(mesh: Mesh, seconds: float) -> float:
+    """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no compiler."""
+    from fzero.runtime.build import build, has_compiler  # only here: what a call costs is a matter of how functions are built
+
+    device = mesh.device
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.sin(x) * y, x + y]
+
+    with compat.FakeTensorMode():
+        graph = record(fn, [torch.empty(2048, device=device.type) for _ in range(2)], owner="calibrate", names=["x", "y"])
+    backend = "inductor" if device.type != "cpu" or has_compiler() else "eager"
+    run = build({"calls": Function("calls", graph)}, backend, mesh)["calls"]
+    x = torch.zeros(2048, device=device)
+    count = 20
+    return best(lambda: [run(x, x) for _ in range(count)], device, seconds) / count
+
+
+def host_copy(device: torch.device, seconds: float) -> Link:
+    """From the device's memory to the host's; on a CPU a copy within it."""
+    pinned = device.type != "cpu"
+    source = torch.zeros(_COPY, dtype=torch.uint8, device=device)
+    target = torch.zeros(_COPY, dtype=torch.uint8, pin_memory=pinned)
+    return fitted({n: best(lambda n=n: target[:n].copy_(source[:n], non_blocking=pinned), device, seconds / 2) for n in (_COPY // 64, _COPY)})
+
+
+def link(mesh: Mesh, seconds: float) -> Link:
+    """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half each."""
+    axis, size = next((a, n) for a, n in mesh.axes.items() if n > 1)
+    largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
+    carrier = transport(mesh)
+    pool = carrier.pool(2 * largest)
+
+    def pair(nbytes: int) -> Callable[[], None]:
+        whole = pool[:nbytes].view(torch.float32)
+        summed = pool[largest : largest + nbytes // size].view(torch.float32)
+        part = whole.numel() // size
+        shard = whole[mesh.index(axis) * part : (mesh.index(axis) + 1) * part]
+
+        def run() -> None:
+            carrier.begin(pool)
+            carrier.wait(carrier.all_gather_start([shard], axis, [whole]), [whole], True)
+            carrier.wait(carrier.reduce_scatter_start([whole], axis, "sum", [whole, summed]), [summed], True)
+
+        return run
+
+    # every rank runs each as often as the others: a fixed number of times, not for a time
+    measured = {n: best(pair(n), mesh.device, 0.0, 8 if n == largest else 30) for n in (size * 1024, largest)}
+    fit = fitted({n * 2 * (size - 1) // size: t for n, t in measured.items()})
+    return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
+
+
+def disk(seconds: float) -> tuple[Link, Link]:
+    """Read and written past the page cache, where the file system can, from page-aligned memory."""
+    with tempfile.TemporaryDirectory(prefix="fzero-calibrate-") as folder:
+        path, nbytes = os.path.join(folder, "probe"), 1 << 23
+        memory = mmap.mmap(-1, nbytes)
+        memory.write(os.urandom(_PAGE) * (nbytes // _PAGE))
+        handle = _open_direct(path)
+        try:
+            view = memoryview(memory)
+            cpu = torch.device("cpu")
+            written = fitted({n: best(lambda n=n: os.pwritev(handle, [view[:n]], 0), cpu, seconds / 4) for n in (_PAGE * 16, nbytes)})
+            os.fsync(handle)
+            read = fitted({n: best(lambda n=n: os.preadv(handle, [view[:n]], 0), cpu, seconds / 4) for n in (_PAGE * 16, nbytes)})
+        finally:
+            os.close(handle)
+            view.release()
+            memory.close()
+    return read, written
+
+
+def best(run: Callable[[], Any], device: torch.device, seconds: float, times: int = 0) -> float:
+    """Seconds of the quickest of several runs after one that does not count: `times` of them, or as many as fit in `seconds` and at least three."""
+    run()
+    _settle(device)
+    quickest, spent, done = float("inf"), 0.0, 0
+    while done < times if times else done < 3 or spent < seconds:
+        start = time.perf_counter()
+        run()
+        _settle(device)
+        took = time.perf_counter() - start
+        quickest, spent, done = min(quickest, took), spent + took, done + 1
+    return quickest
+
+
+def fitted(measured: Mapping[int, float]) -> Link:
+    """The link on whose line the times of a small and a large number of bytes lie."""
+    (few, quick), (many, slow) = sorted(measured.items())
+    per_byte = max(slow - quick, 0.1 * slow) / (many - few)
+    return Link(max(0.0, quick - few * per_byte), 1 / per_byte)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> Callable[..., Any]:
+    """A product as the runtime runs it on the operands' device: in float32 where there is no native bfloat16."""
+    from fzero.runtime.build import on_device  # as in `call_seconds`
+
+    with compat.FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in (a, b)]
+        graph = record(lambda x, y: [torch.mm(x, y)], fakes, owner="calibrate", names=["x", "y"])
+    return on_device(graph, a.device).module().forward
+
+
+def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
+    return (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _open_direct(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:  # a file system that has no such thing: through the page cache
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
