@@ -51,11 +51,11 @@ def moved(shared: bool, big: int) -> tuple[str, dict[str, Any]]:
         moving = carrier.reduce_scatter_start([grads[0], flats[1][:big]], "data", "sum", [*flats, *parts])
         out["scattered"], out["grads"] = [x.clone() for x in carrier.wait(moving, parts)], grads
 
-        values = [torch.tensor(rank + 1.0), torch.arange(3.0) * rank]
-        flats = [new(1, align=4), new(3, align=4)]
-        sums = [new(1, align=4).view(()), new(3, align=4)]
-        out["small"] = [x.clone() for x in carrier.wait(carrier.all_reduce_start(values, "data", "sum", flats), sums)]
-        out["largest"] = carrier.wait(carrier.all_reduce_start([values[0]], "data", "max", [flats[0]]), [sums[0]])[0].clone()
+        values = [torch.empty(0), torch.tensor(rank + 1.0), torch.arange(3.0) * rank]
+        flats = [new(0), new(1, align=4), new(3, align=4)]
+        sums = [new(0), new(1, align=4).view(()), new(3, align=4)]
+        out["small"] = [x.clone() for x in carrier.wait(carrier.all_reduce_start(values, "data", "sum", flats), sums)][1:]
+        out["largest"] = carrier.wait(carrier.all_reduce_start([values[1]], "data", "max", [flats[1]]), [sums[1]])[0].clone()
 
         flat = new(big)
         flat.copy_(grads[1])

@@ -86,9 +86,9 @@ def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flats that lie one behind the other, as one."""
+    """Flats that lie one behind the other, as one. Empty ones, which lie nowhere, are left out."""
     out: list[torch.Tensor] = []
-    for flat in flats:
+    for flat in (f for f in flats if f.numel()):
         last = out[-1] if out else None
         if last is not None and last.dtype == flat.dtype and last.data_ptr() + last.nbytes == flat.data_ptr():
             out[-1] = last.as_strided((last.numel() + flat.numel(),), (1,))

@@ -114,7 +114,7 @@ class SharedMemory:
         elif moving.kind == "scatter":
             for whole, shard in zip(moving.flats, moving.filled, strict=True):
                 self._combine(whole, index * shard.numel(), shard, along, moving.op)
-        elif into and into[0].data_ptr() != moving.flats[0].data_ptr():
+        elif any(value.data_ptr() != flat.data_ptr() for value, flat in zip(into, moving.flats, strict=True)):
             for flat, value in zip(merged(moving.flats), merged([v.view(-1) for v in into]), strict=True):
                 self._combine(flat, 0, value, along, moving.op)
         else:

@@ -194,8 +194,6 @@ def _header(program: Program) -> list[str]:
     total = sum(rest.values())
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {_bytes(total)} ({', '.join(f'{role} {_bytes(n)}' for role, n in rest.items())})")
-    if program.pool_bytes:
-        out.append(f"pool of transfers' buffers: {_bytes(program.pool_bytes)}")
     named = [str(t) for t in program.transforms]
     for text in named:
         name = text.split("(")[0]
@@ -203,6 +201,8 @@ def _header(program: Program) -> list[str]:
         out.append(f"  {text:<60} sends {_bytes(sent)} in {num} transfers a step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
         out.append(f"  {name:<60} sends {_bytes(sent)} in {num} transfers a step")
+    if program.pool_bytes:
+        out.append(f"pool, in which transfers have their buffers: {_bytes(program.pool_bytes)}")
     return out
 
 
