@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ from fzero.program.block import Joint
 from fzero.program.ir import TRANSFERS, Function, Line, Program, Value, transfer_bytes
 from fzero.program.segment import ancestors
 from fzero.schedule.devices import Device
-from fzero.schedule.fusion import PRODUCTS, kernels, packet
+from fzero.schedule.fusion import kernels
+from fzero.schedule.nodes import PRODUCTS, packet
 from fzero.schedule.temporaries import temporaries
 
 aten = torch.ops.aten
@@ -37,6 +39,7 @@ class Cost:
 
     Attributes:
         flops: floating point operations of its products, by the dtype they run in.
+        attention: those among them of fused attention, by dtype and "forward" or "backward".
         product_bytes: read and written by products.
         bytes: read and written in all.
         num_kernels: products and fused kernels.
@@ -44,6 +47,7 @@ class Cost:
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=dict)
+    attention: Mapping[tuple[torch.dtype, str], float] = field(default_factory=dict)
     bytes: float = 0.0
     product_bytes: float = 0.0
     num_kernels: int = 0
@@ -56,6 +60,7 @@ class Cost:
     def seconds(self, device: Device) -> float:
         """See [Note: seconds]."""
         products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
+        products += sum(flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype)) for (dtype, way), flops in self.attention.items())
         products = max(products, self.product_bytes / device.memory_bandwidth)
         return products + (self.bytes - self.product_bytes) / device.memory_bandwidth + self.num_calls * device.call_seconds
 
@@ -78,13 +83,16 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
 def _cost(function: Function, backend: str) -> Cost:
     found = kernels(function.graph, backend)
-    flops: dict[torch.dtype, float] = {}
+    flops: dict[torch.dtype, float] = defaultdict(float)
+    attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)
     for node in function.graph.graph.nodes:
         if amount := product_flops(node):
-            dtype = _dtype(node)
-            flops[dtype] = flops.get(dtype, 0) + amount
+            flops[_dtype(node)] += amount
+            if way := _attention(node):
+                attention[_dtype(node), way] += amount
     return Cost(
-        flops=flops,
+        flops=dict(flops),
+        attention=dict(attention),
         bytes=sum(k.nbytes for k in found.kernels),
         product_bytes=sum(k.nbytes for k in found.kernels if k.product is not None),
         num_kernels=len(found.kernels),
@@ -109,6 +117,12 @@ _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(d.shape, q.shape, k.shape, v.shape),
 }
 """What torch's registry lacks."""
+
+
+def _attention(node: fx.Node) -> str:
+    """ "forward" or "backward" of a node that is fused attention, else nothing."""
+    name = str(packet(node))
+    return "" if "attention" not in name else "backward" if name.endswith("backward") else "forward"
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -241,8 +255,7 @@ def _counted(nodes: Iterable[fx.Node]) -> float:
     """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel spends 2.5 times."""
     total = 0.0
     for node in nodes:
-        kind = str(packet(node))
-        total += product_flops(node) * (0.8 if "attention" in kind and kind.endswith("backward") else 1)
+        total += product_flops(node) * (0.8 if _attention(node) == "backward" else 1)
     return total
 
 

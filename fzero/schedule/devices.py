@@ -16,7 +16,7 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 
-FORMAT = 1
+FORMAT = 2
 """Of a calibration file; a file of another format is measured again."""
 
 
@@ -52,6 +52,9 @@ class Device:
         host_copy: between the device's memory and the host's, one direction.
         disk_read, disk_write: of this rank's share of the host's disk.
         source: where the numbers come from.
+        machine: of a calibration, what it is valid for.
+        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing were masked; where it is not
+            listed, that of products.
     """
 
     name: str
@@ -66,12 +69,15 @@ class Device:
     disk_read: Link
     disk_write: Link
     source: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)  # of a calibration: what it is valid for
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
 
-    def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of matrix products of a dtype; of one that is not listed, that of float32 scaled by its size."""
+    def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
+        """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of fused attention, "forward" or
+        "backward"."""
         name = str(dtype).removeprefix("torch.")
-        return self.flops[name] if name in self.flops else self.flops["float32"] * 4 / max(4, dtype.itemsize)
+        fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
+        return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def to_json(self) -> str:
         """As the text of a calibration file."""

@@ -11,43 +11,23 @@ It must not know how fast a device is.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from fzero import compat
 from fzero.program.record import Recorded
+from fzero.schedule.nodes import PRODUCTS, by_locality, contiguous, in_order, is_view, maker_of, nbytes, numel, packet, writes
 
 aten = torch.ops.aten
 
-PRODUCTS = {
-    aten.mm,
-    aten.addmm,
-    aten.bmm,
-    aten.baddbmm,
-    aten._scaled_mm,
-    aten.convolution,
-    aten.convolution_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
-}
-"""Operations that are a library's own kernel: what they read and write is in memory."""
-
-_VIEWS = {aten._unsafe_view, aten._reshape_alias, aten.alias, aten.detach, aten.lift_fresh}
 _GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
 _WRITES = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.embedding_dense_backward, aten.sort, aten.topk}
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
+_FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}  # read nothing
 _HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh}  # kept on a CPU if read twice
 _HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}  # read one of these twice, in float32
 _MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
@@ -102,11 +82,6 @@ def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:
     return _Analysis(graph, backend == "eager").run()
 
 
-def packet(node: fx.Node) -> object:
-    """The operator of a node, whatever its overload; None of what calls none."""
-    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
-
-
 @dataclass(frozen=True)
 class _Read:
     """Bytes that a value reads of a buffer, and whether element by element."""
@@ -118,26 +93,30 @@ class _Read:
 class _Analysis:
     def __init__(self, graph: Recorded, eager: bool):
         self.graph, self.eager = graph, eager
-        nodes = list(graph.graph.nodes) if eager else _by_locality(list(graph.graph.nodes))
+        nodes = list(graph.graph.nodes) if eager else by_locality(list(graph.graph.nodes))
         self.nodes = [n for n in nodes if n.op != "output"]
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
         self.buffer: dict[fx.Node, fx.Node] = {}  # a node -> the node that made its memory
         for node in self.nodes:
             self.buffer[node] = self._base(node)
-        self.sizes = {n: _nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
+        self.sizes = {n: nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
         self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
         # what is computed: buffers that operations make, and operations that write to one there is
-        self.made = [n for n in self.nodes if n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor) and (self.buffer[n] is n or _writes(n))]
+        self.made = [n for n in self.nodes if n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor) and (self.buffer[n] is n or writes(n))]
         self.written = self._written()
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
+        self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node, reads in self.reads.items():
+            for base in reads:
+                self.readers[base].add(node)
 
     def run(self) -> Kernels:
         made = [self._kernel(group) for group in self._groups()]
         made = [k for k in made if k.writes]
         before = self._before(made)
-        order = _in_order(before)
+        order = in_order(before)
         number = {i: place for place, i in enumerate(order)}
-        after = tuple(frozenset(number[j] for j in before[i]) for i in order)
+        after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
         return Kernels(tuple(made[i] for i in order), after, self.sizes, self.inputs, self.outputs, self._on_cpu())
 
     def _on_cpu(self) -> bool:
@@ -145,9 +124,9 @@ class _Analysis:
 
     def _base(self, node: fx.Node) -> fx.Node:
         if node.op == "call_function" and node.target is operator.getitem:
-            source = _maker(node)
-            return self.buffer[source] if _is_view(source) else node
-        if _is_view(node) or _writes(node):
+            source = maker_of(node)
+            return self.buffer[source] if is_view(source) else node
+        if is_view(node) or writes(node):
             return self.buffer[node.all_input_nodes[0]]
         return node
 
@@ -158,18 +137,18 @@ class _Analysis:
         readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         largest: dict[fx.Node, int] = defaultdict(int)
         for node in self.nodes:
-            if node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
+            if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
                 for arg in node.all_input_nodes:
                     readers[self.buffer[arg]].add(node)
             if node in self.sizes:
-                largest[_maker(node)] = max(largest[_maker(node)], self.sizes[node])
-        written = {n for n in self.made if n in self.outputs or _writes(n)}
+                largest[maker_of(node)] = max(largest[maker_of(node)], self.sizes[node])
+        written = {n for n in self.made if n in self.outputs or writes(n)}
         num_reads: dict[fx.Node, int] = {}
         for node in self.made:
-            maker, kind = _maker(node), packet(_maker(node))
+            maker, kind = maker_of(node), packet(maker_of(node))
             arguments = {self.buffer[a] for a in maker.all_input_nodes}
             num_reads[node] = sum(1 if a in written or a in self.inputs else num_reads.get(a, 1) for a in arguments)
-            shrinks = any(_numel(a) > _numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS
+            shrinks = any(numel(a) > numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS | _FILLS
             reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
             twice = len(readers[node]) > 1
             many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and kind in _HEAVY)
@@ -180,25 +159,25 @@ class _Analysis:
     def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
         """The buffers in memory that a written value is computed from."""
         found: dict[fx.Node, _Read] = {}
-        todo = [(_maker(node), packet(_maker(node)) not in _WRITES)]
+        todo = [(maker_of(node), packet(maker_of(node)) not in _WRITES)]
         seen: set[tuple[fx.Node, bool]] = set()
         while todo:
             maker, aligned = todo.pop()
             if (maker, aligned) in seen:
                 continue
             seen.add((maker, aligned))
-            arguments = maker.all_input_nodes
-            for i, arg in enumerate(arguments[1:] if _writes(maker) and len(arguments) > 1 else arguments):
+            arguments = [] if packet(maker) in _FILLS else maker.all_input_nodes
+            for i, arg in enumerate(arguments[1:] if writes(maker) and len(arguments) > 1 else arguments):
                 base = self.buffer[arg]
                 table = packet(maker) in _GATHERS and i == 0
-                straight = aligned and not table and _numel(arg) == _numel(node) and _contiguous(arg)
+                straight = aligned and not table and numel(arg) == numel(node) and contiguous(arg)
                 if base in self.written or base in self.inputs:
-                    size = min(_nbytes(arg.meta.get("val")), self.sizes[base]) or self.sizes[base]
-                    size = min(size, _nbytes(maker.meta.get("val")) or size) if table else size
+                    size = min(nbytes(arg.meta.get("val")), self.sizes[base]) or self.sizes[base]
+                    size = min(size, nbytes(maker.meta.get("val")) or size) if table else size
                     known = found.get(base, _Read(0, True))
                     found[base] = _Read(max(known.nbytes, size), known.aligned and straight)
                 else:
-                    todo.append((_maker(base), straight))
+                    todo.append((maker_of(base), straight))
         return found
 
     def _groups(self) -> list[list[fx.Node]]:
@@ -215,7 +194,7 @@ class _Analysis:
         depth: dict[fx.Node, int] = {}  # products that lie before a value
         together: dict[object, fx.Node] = {}
         for node in order:
-            maker = _maker(node)
+            maker = maker_of(node)
             product = packet(maker) in PRODUCTS
             alone = product or packet(maker) in _WRITES
             depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + product
@@ -224,10 +203,10 @@ class _Analysis:
                 continue
             largest = max((r.nbytes for r in self.reads[node].values()), default=0)
             for base, read in self.reads[node].items():
-                if base in parent and depth[base] == depth[node] and packet(_maker(base)) not in PRODUCTS | _WRITES:
+                if base in parent and depth[base] == depth[node] and packet(maker_of(base)) not in PRODUCTS | _WRITES:
                     parent[root(node)] = root(base)
                 elif read.nbytes == largest:
-                    parent[root(node)] = root(together.setdefault((base, depth[node], _numel(node)), node))
+                    parent[root(node)] = root(together.setdefault((base, depth[node], numel(node)), node))
         groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in order:
             groups[root(node)].append(node)
@@ -236,31 +215,31 @@ class _Analysis:
     def _kernel(self, group: list[fx.Node]) -> Kernel:
         inside = set(group)
         reads: dict[fx.Node, int] = {}
-        writes: dict[fx.Node, int] = {}
+        written: dict[fx.Node, int] = {}
         in_place: dict[fx.Node, frozenset[fx.Node]] = {}
         vanishing = 0
         for node in group:
             target = self.buffer[node]
-            vanishing += 4 * _numel(node) if packet(_maker(node)) in _HEAVY_INSIDE else 0
+            vanishing += 4 * numel(node) if packet(maker_of(node)) in _HEAVY_INSIDE else 0
             if target is node and self._vanishes(node, inside):
                 vanishing += self.sizes[target]
             else:
-                writes[target] = self.sizes[target]
+                written[target] = self.sizes[target]
             for base, read in self.reads[node].items():
                 if base not in inside:
                     reads[base] = max(reads.get(base, 0), read.nbytes)
             if target is node:
                 in_place[node] = frozenset(b for b, r in self.reads[node].items() if r.aligned and b not in inside and self.sizes[b] == self.sizes[node])
-        maker = _maker(group[0])
+        maker = maker_of(group[0])
         product = maker if packet(maker) in PRODUCTS else None
-        allocated = writes if product is not None and group[0] is not product else ()  # several results
-        return Kernel(reads, writes, product, in_place if product is None else {}, frozenset(allocated), vanishing)
+        allocated = written if product is not None and group[0] is not product else ()  # several results
+        return Kernel(reads, written, product, in_place if product is None else {}, frozenset(allocated), vanishing)
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a value is read in its own kernel alone: it never leaves the processor."""
-        if self.eager or node in self.outputs or packet(_maker(node)) in PRODUCTS | _WRITES:
+        if self.eager or node in self.outputs or packet(maker_of(node)) in PRODUCTS | _WRITES:
             return False
-        return all(reader in inside for reader, reads in self.reads.items() if node in reads)
+        return self.readers[node] <= inside
 
     def _before(self, made: list[Kernel]) -> tuple[frozenset[int], ...]:
         """For each kernel those that write what it reads, or read what it overwrites."""
@@ -279,77 +258,3 @@ class _Analysis:
             taken = {j for base in kernel.writes if base in self.inputs for j in readers[base]}
             before.append(frozenset((given | taken) - {i}))
         return tuple(before)
-
-
-def _by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes with each operation right before the first that reads it, as Inductor moves them (its reorder_for_locality)."""
-    after: dict[fx.Node | None, fx.Node | None] = {}
-    before: dict[fx.Node | None, fx.Node | None] = {}
-    for a, b in zip((None, *nodes), (*nodes, None), strict=True):
-        after[a], before[b] = b, a
-    seen, node = set[fx.Node](), before[None]
-    first_write = next((n for n in nodes if _writes(n)), None)
-    moves = first_write is None
-    while node is not None:
-        seen.add(node)
-        if moves and node is not first_write:
-            for arg in node.all_input_nodes:
-                stays = arg.op != "call_function" or (_maker(arg) is not arg and packet(_maker(arg)) in PRODUCTS)
-                if not stays and all(u in seen for u in arg.users):
-                    after[before[arg]], before[after[arg]] = after[arg], before[arg]
-                    after[arg], before[arg] = node, before[node]
-                    after[before[node]], before[node] = arg, arg
-        moves = moves or node is first_write
-        node = before[node]
-    out, node = [], after[None]
-    while node is not None:
-        out.append(node)
-        node = after[node]
-    return out
-
-
-def _in_order(before: Sequence[frozenset[int]]) -> list[int]:
-    """Numbers in order, each after those before it."""
-    done: dict[int, None] = {}
-    for start in range(len(before)):
-        todo = [start]
-        while todo:
-            missing = [j for j in before[todo[-1]] if j not in done]
-            if missing:
-                todo += sorted(missing, reverse=True)
-            else:
-                done.setdefault(todo.pop())
-    return list(done)
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The operation that makes a value: its node, or the one with several results that it is taken from."""
-    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and (compat.is_view(node.target) or packet(node) in _VIEWS)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an operation overwrites its first argument."""
-    return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
-
-
-def _nbytes(value: object) -> int:
-    """Bytes of the memory that a tensor spans, or that all of several take."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.dtype.itemsize
-    return sum(map(_nbytes, value)) if isinstance(value, (tuple, list)) else 0
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
-
-
-def _contiguous(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_contiguous()

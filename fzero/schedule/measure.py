@@ -5,6 +5,7 @@ On a mesh all ranks measure at once, so that what they share (memory, the host's
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -20,6 +21,8 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import record
 from fzero.schedule.devices import Link
+
+aten = torch.ops.aten
 
 Progress = Callable[[str], None]
 
@@ -37,10 +40,12 @@ def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None) ->
         progress: called with what is being measured.
     """
     device, each = mesh.device, seconds / 8
-    out: dict[str, Any] = {"flops": {}, "links": {}}
+    out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}}
     for dtype in _dtypes(device):
-        progress(f"products in {str(dtype).removeprefix('torch.')}")
-        out["flops"][str(dtype).removeprefix("torch.")] = product_rate(dtype, device, each)
+        name = str(dtype).removeprefix("torch.")
+        progress(f"products in {name}")
+        out["flops"][name] = product_rate(dtype, device, each)
+        out["attention"] |= {name + way: rate for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)}
     progress("memory")
     out["memory_bandwidth"] = copy_rate(device, each / 2)
     progress("calls")
@@ -62,12 +67,27 @@ def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> fl
     started = time.perf_counter()
     for rows, columns, inner in (tuple(n * scale for n in size) for size in _SIZES):
         x, w, dy = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns)))
-        for run, args in ((_mm(x, w.T), (x, w.T)), (_mm(dy, w), (dy, w)), (_mm(dy.T, x), (dy.T, x))):
-            taken += best(lambda run=run, args=args: run(*args), device, seconds / len(_SIZES) / 3)
+        for a, b in ((x, w.T), (dy, w), (dy.T, x)):
+            taken += best(as_run(aten.mm, a, b), device, seconds / len(_SIZES) / 3)
             total += 2.0 * rows * columns * inner
         if time.perf_counter() - started > 2 * seconds:  # a slow machine: the larger sizes would take too long
             break
     return total / taken
+
+
+def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[float, float]:
+    """FLOP/s of causal attention and of its backward, as if nothing were masked, for heads of 64."""
+    shape = (4, 8, 256, 64) if device.type == "cpu" else (4, 16, 2048, 64)
+    q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
+    forward, backward = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if device.type != "cpu":
+        forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    out, logsumexp, *rest = forward(q, k, v, 0.0, True)
+    before, after = (rest[:4], rest[4:6]) if device.type != "cpu" else ((), ())  # offsets and lengths of sequences; the state of a dropout that is none
+    one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
+    two = as_run(lambda *x: backward(*x, *before, 0.0, True, *after)[0], dout, q, k, v, out, logsumexp)
+    flops = 4.0 * math.prod(shape) * shape[2]
+    return flops / best(one, device, seconds / 2), 2.5 * flops / best(two, device, seconds / 2)
 
 
 def copy_rate(device: torch.device, seconds: float) -> float:
@@ -107,7 +127,7 @@ def link(mesh: Mesh, seconds: float) -> Link:
     """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half each."""
     axis, size = next((a, n) for a, n in mesh.axes.items() if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
-    carrier = transport(mesh)
+    carrier: Any = transport(mesh)
     pool = carrier.pool(2 * largest)
 
     def pair(nbytes: int) -> Callable[[], None]:
@@ -170,14 +190,15 @@ def fitted(measured: Mapping[int, float]) -> Link:
     return Link(max(0.0, quick - few * per_byte), 1 / per_byte)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> Callable[..., Any]:
-    """A product as the runtime runs it on the operands' device: in float32 where there is no native bfloat16."""
+def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], Any]:
+    """A function on some arguments as the runtime runs it on their device: products in float32 where there is no native bfloat16."""
     from fzero.runtime.build import on_device  # as in `call_seconds`
 
     with compat.FakeTensorMode():
-        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in (a, b)]
-        graph = record(lambda x, y: [torch.mm(x, y)], fakes, owner="calibrate", names=["x", "y"])
-    return on_device(graph, a.device).module().forward
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in args]
+        graph = record(lambda *xs: [fn(*xs)], fakes, owner="calibrate", names=[f"x_{i}" for i in range(len(args))])
+    run = on_device(graph, args[0].device).module().forward
+    return lambda: run(*args)
 
 
 def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
