@@ -158,7 +158,8 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
-    memory = memory_of(program, functools.partial(temporaries, backend=backend))
+    here = None if found.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
+    memory = memory_of(program, functools.partial(temporaries, backend=backend, device=here))
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
     flops = model_flops(program)
     return Plan(
