@@ -64,9 +64,9 @@ def build(
     built: dict[str, Callable[..., Any]] = {}
     waiting: dict[str, tuple[Function, Recorded]] = {}
     for name, function in functions.items():
-        graph = on_device(into_buffers(function.graph, function.into), mesh.device)
+        graph = on_device(function.graph, mesh.device)
         if backend == "eager" or not _worth_compiling(graph):
-            built[name] = as_called(function, graph.module().forward)
+            built[name] = as_called(function, into_buffers(graph, function.into).module().forward)
         else:
             waiting[name] = function, _with_graph(graph, {**DECOMPOSITIONS})
     if waiting:

@@ -16,13 +16,14 @@ from fzero import compat
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
+from fzero.program.segment import into_buffers
 from fzero.runtime import kernels, worker
 from fzero.runtime.cache import Cache, Entry, host, key, logger, open_cache
 from fzero.runtime.execute import as_called
 from fzero.runtime.share import Share
 
 Functions = Mapping[str, tuple[Function, Recorded]]
-"""By name: functions, and their graphs as they are to be compiled: with a buffer for each result that goes `into` one."""
+"""By name: functions, and their graphs as they are to be compiled."""
 
 
 def compiled(functions: Functions, mesh: Mesh, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
@@ -100,7 +101,7 @@ def _compile_apart(
     made = {}
     for name, why in skipped.items():
         logger.info("%s is compiled at every start, for its code holds %s", name, why)
-        made[name] = as_called(functions[name][0], _artifact(functions[name][1], device))
+        made[name] = as_called(functions[name][0], _artifact(*functions[name], device))
         done(name)
     return made
 
@@ -111,7 +112,7 @@ def _compile_here(
     """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache. Returns them all."""
     made = {}
     for name, (function, graph) in functions.items():
-        artifact = _artifact(graph, device)
+        artifact = _artifact(function, graph, device)
         try:
             cache.write(keys[name], Entry("", compat.artifact_bytes(artifact)))
         except (RuntimeError, AssertionError, OSError) as error:
@@ -122,7 +123,8 @@ def _compile_here(
     return made
 
 
-def _artifact(graph: Recorded, device: torch.device) -> Callable[..., Any]:
+def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
+    graph = into_buffers(graph, function.into)
     values = [n.meta["val"] for n in graph.inputs]
     return compat.inductor_compile(graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values])
 
@@ -139,15 +141,14 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job
             env[node] = module.node_copy(node, lambda n: env[n])
             env[node].meta.clear()
     values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in literals]
-    num_args = len(function.graph.inputs)
     return worker.Job(
         key=key,
         name=name,
         graph=fx.GraphModule({}, module),
         inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
-        num_args=num_args,
+        num_args=len(function.graph.inputs),
         num_outputs=len(function.graph.outputs),
-        writes=(*function.writes, *range(num_args, num_args + len(function.into))),
+        writes=function.writes,
         into=tuple(function.into),
     )
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import importlib.machinery
 import importlib.util
 import linecache
+import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -107,28 +109,79 @@ def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Se
     """The function as a line of a program calls it, as Python.
 
     Args:
-        plain: a function of `num_args` arguments, then of a buffer for each of `into`, then of constants.
+        plain: a function of `num_args` arguments, then of constants.
         numbers: of the kernels in their library.
-        into: which of the `num_outputs` results it is given buffers for: with any, it takes a keyword `into` with a place for every result.
+        into: which of the `num_outputs` results it is given contiguous buffers for: with any, it takes a keyword `into` with a place for every
+            result. It makes them there: the buffer stands where Inductor would have allocated one, or is copied to where it cannot.
 
     The text defines `call`, whose last arguments are the constants: they become its defaults.
     """
     inputs = [a.arg for a in plain.call.args.args]
-    args, buffers, constants = inputs[:num_args], inputs[num_args : num_args + len(into)], inputs[num_args + len(into) :]
-    body = list(plain.call.body)
+    args, constants = inputs[:num_args], inputs[num_args:]
+    body = copy.deepcopy(list(plain.call.body))
     last = body.pop()
     assert isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple)
-    returned = iter(last.value.elts)
-    results = [ast.parse(f"into[{i}]", mode="eval").body if i in into else next(returned) for i in range(num_outputs)]
-    head = [ast.parse(f"{name} = into[{i}]").body[0] for name, i in zip(buffers, into, strict=True)]
+    results = list(last.value.elts)
+    places = [_allocation(body, value) for value in results]
+    for i in into:
+        buffer, place = ast.parse(f"into[{i}]", mode="eval").body, places[i]
+        if place is not None and sum(p is place for p in places) == 1:
+            assert isinstance(place.value, ast.Call)
+            shape, stride = (ast.unparse(a) for a in place.value.args[:2])
+            place.value = ast.parse(f"reinterpret_tensor(into[{i}], {shape}, {stride}, 0)", mode="eval").body
+        else:
+            body.append(ast.Expr(ast.Call(ast.Attribute(buffer, "copy_", ast.Load()), [results[i]], [])))
+        results[i] = buffer
     value = results[0] if num_outputs == 1 else ast.Tuple(results, ast.Load()) if results else None
     names = _arguments([*args, *(["into"] if into else []), *constants])
-    call = ast.FunctionDef("call", names, [*head, *body, ast.Return(value)], [], type_params=[])  # type: ignore[call-arg]
+    call = ast.FunctionDef("call", names, [*body, ast.Return(value)], [], type_params=[])  # type: ignore[call-arg]
     rename = {name: f"kernel_{numbers[kernel]}" for name, kernel in plain.kernels.items()}
     for node in ast.walk(call):
         if isinstance(node, ast.Name) and node.id in rename:
             node.id = rename[node.id]
     return ast.unparse(ast.fix_missing_locations(call))
+
+
+def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
+    """Where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have been used for others before."""
+    numel = None
+    while True:
+        match value:
+            case ast.Call(ast.Name("reinterpret_tensor"), [ast.Name(name), shape, stride, ast.Constant(0)]):
+                sizes, strides = ast.literal_eval(shape), ast.literal_eval(stride)
+                if numel is None and not _is_contiguous(sizes, strides):
+                    return None
+                if numel not in (None, math.prod(sizes)):
+                    return None
+                numel = math.prod(sizes)
+            case ast.Name(name):
+                pass
+            case _:
+                return None
+        found = [s for s in body if isinstance(s, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)]
+        if len(found) != 1 or len(found[0].targets) != 1:
+            return None
+        match found[0].value:
+            case ast.Call(ast.Name("empty_strided_cpu"), [shape, stride, _]):
+                sizes, strides = ast.literal_eval(shape), ast.literal_eval(stride)
+                whole = numel in (None, math.prod(sizes)) and _span(sizes, strides) == math.prod(sizes)
+                return found[0] if whole and (numel is not None or _is_contiguous(sizes, strides)) else None
+            case other:
+                value = other
+
+
+def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if math.prod(sizes) else 0
 
 
 def library_source(kernels: Sequence[Kernel]) -> str:

@@ -132,7 +132,7 @@ def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: 
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]  # never read
         lowered = compat.inductor_lower(job.graph, examples, trust_cpu)
         try:
-            plain[job.key] = kernels.parse(lowered, len(job.inputs), job.num_outputs - len(job.into), job.writes)
+            plain[job.key] = kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except kernels.NotPlain as reason:
             skipped[job.name] = str(reason)
     units = _units([job for job in jobs if job.key in plain], plain, cores)

@@ -1,4 +1,5 @@
-"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it.
+"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On the CPU, where fresh memory costs
+more than arithmetic, what functions hand to later lines lies in it too.
 
 A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from the line that first writes
 it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release]). Regions
@@ -19,9 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
-from fzero.program.segment import ancestors, views_of
+from fzero.schedule.memory import Output, output_storages
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
 Interval = tuple[int, int]  # first and last line, both inclusive
@@ -101,6 +103,10 @@ class _Placer:
                 self._scatter(i, line)
             elif line.op == "all_reduce_start":
                 self._reduce(i, line)
+        if self.mesh.device_type == "cpu":
+            for i, (line, _) in enumerate(self.lines):
+                if line.op == "call" and not line.writes:
+                    self._results(i, line)
         pool_bytes = _assign(self.regions)
         numbers = iter(range(len(self.lines)))
 
@@ -185,6 +191,21 @@ class _Placer:
             if slot.region is not source:
                 self._take(slot.region, number, last, wait, axes)
 
+    def _results(self, number: int, line: Line) -> None:
+        """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
+        into = self.into.get(number, [None] * len(line.out))
+        for k, value in enumerate(line.out):
+            free = value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
+            if into[k] is None and free and value.nbytes >= SMALL_RESULT:
+                region = self._region()
+                into[k] = region.add(_numel(value.held(self.mesh)), value)
+                region.times.append((number, self._last(value.name)))
+        if any(into):
+            self.into[number] = into
+
+    def _contiguous(self, line: Line, which: int) -> bool:
+        return self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
+
     def _source(self, region: _Region, name: str, number: int, numel: int, packed: bool = False) -> _Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
         known = self.slots.get(name)
@@ -193,7 +214,7 @@ class _Placer:
         value = self.values[name]
         slot = region.add(numel, value, value.dtype.itemsize if packed else ALIGNMENT)
         maker = self.made.get(name)
-        if maker is None or packed or self.reads[name] != 1 or name in self.program.outputs or not self._same_loop(maker, number):
+        if maker is None or packed or self.reads[name] != 1 or name in self.views.returned or not self._same_loop(maker, number):
             return slot
         line = self.lines[maker][0]
         if line.op in ("call", "cast") and not line.writes:
@@ -224,27 +245,28 @@ class _Placer:
 
 
 class _Views:
-    """Which values are views of which others: a function may return a view of what it is given."""
+    """Which values share memory: a function may return views of what it is given, or of one tensor several."""
 
     def __init__(self, program: Program):
-        self._of: dict[str, set[str]] = {}
-        found: dict[str, list[tuple[int, list[int]]]] = {}
+        self._of: dict[str, str] = {}
+        self.alone: set[str] = set()  # results that share no memory with another result
+        found: dict[str, list[Output]] = {}
         for line, _ in program.walk():
-            if line.op != "call" or not line.out:
+            if line.op != "call":
                 continue
             if line.fn not in found:
-                graph = program.functions[line.fn].graph
-                places = graph.inputs
-                views = views_of(graph.graph, set(places)) | set(places)
-                reads = [(k, ancestors([n], stop=set())) for k, n in enumerate(graph.outputs) if n in views]
-                found[line.fn] = [(k, [i for i, p in enumerate(places) if p in read]) for k, read in reads]
-            for k, args in found[line.fn]:
-                self._of.setdefault(line.out[k].name, set()).update(line.args[i] for i in args)
+                found[line.fn] = output_storages(program.functions[line.fn])
+            num = Counter(output.root for output in found[line.fn])
+            for value, output in zip(line.out, found[line.fn], strict=True):
+                if output.argument is not None:
+                    self._of[value.name] = line.args[output.argument]
+                elif num[output.root] == 1 and output.nbytes:
+                    self.alone.add(value.name)
         self.returned = {root for name in program.outputs for root in self.roots(name)}
 
     def roots(self, name: str) -> set[str]:
-        """A value and those whose bytes it may share."""
-        return {name}.union(*(self.roots(n) for n in self._of.get(name, ())))
+        """A value and those whose memory it lies in."""
+        return {name} | (self.roots(self._of[name]) if name in self._of else set())
 
 
 def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) -> Iterator[tuple[Line, Interval | None]]:
