@@ -1,0 +1,163 @@
+"""Calibration: what is measured, the file it is kept in, and the files that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.errors import FzeroValueError
+from fzero.schedule import calibrate as module
+from fzero.schedule import measure
+from fzero.schedule.calibrate import calibrate, calibration_path, load_calibration, machine, save_calibration
+from fzero.schedule.devices import KNOWN, Device, Link, get_device
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def here(folder):
+    """A calibration of this machine, in its file."""
+    device = module._device({"flops": {"float32": 1e9, "bfloat16": 1e9}, "links": {"intra": Link(1e-6, 1e9)}}, "cpu", 1)
+    save_calibration(device, calibration_path())
+    return device
+
+
+def plausible(device):
+    """Every number measured, positive and not absurd."""
+    assert set(device.flops) >= {"float32", "bfloat16"} and set(device.attention) >= {"float32", "float32 backward"}
+    assert all(1e8 < rate < 1e16 for rate in (*device.flops.values(), *device.attention.values()))
+    assert 1e8 < device.memory_bandwidth < 1e13
+    assert 0 < device.call_seconds < 0.01
+    for link in (*device.links.values(), device.host_copy, device.disk_read, device.disk_write):
+        assert 0 <= link.latency < 1 and 1e5 < link.bandwidth < 1e13 and math.isfinite(link.bandwidth)
+    assert device.memory_bytes > 1 << 28
+
+
+def on_ranks(path):
+    os.environ["FZERO_CACHE"] = path
+    mesh = fz.make_mesh(data=2)
+    said = []
+    device = calibrate(mesh, seconds=0.1, progress=said.append)
+    return device.to_json(), said
+
+
+def test_ranks_measure_together_and_keep_one_file(run_ranks, tmp_path):
+    (first, said), (second, _) = run_ranks(2, on_ranks, str(tmp_path), timeout=240)
+    assert first == second == (tmp_path / "calibration.json").read_text().strip()
+    assert [p.name for p in tmp_path.glob("*calibration*")] == ["calibration.json"]
+    device = Device.from_json(first)
+    plausible(device)
+    assert device.links["intra"] != KNOWN["cpu"].links["intra"]
+    assert "2 ranks at once" in device.source and "link inter as of cpu" in device.source
+    assert "links" in said and "products in float32" in said
+
+
+def test_one_process_starts_the_others(folder, monkeypatch):
+    monkeypatch.setattr(module, "_places", lambda device_type: 2)
+    device = calibrate(seconds=0.1)
+    plausible(device)
+    assert "2 ranks at once" in device.source
+    assert get_device(None) == device
+
+
+def test_processes_that_fail_say_so(folder, monkeypatch):
+    monkeypatch.setattr(module, "_places", lambda device_type: 2)
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(FzeroValueError, match="rank 0: said nothing"):
+        calibrate(seconds=0.1)
+    assert not calibration_path().exists()
+
+
+def test_a_plan_finds_this_machines_file(here):
+    assert get_device(None) == load_calibration(calibration_path()) == here
+    assert get_device(calibration_path()) == get_device(str(calibration_path())) == here
+    assert get_device(None, "cuda") is KNOWN["h100"]
+
+
+def test_without_a_file_the_generic_device_is_taken(folder):
+    assert get_device(None) is KNOWN["cpu"]
+    assert get_device(None, "cuda") is KNOWN["h100"]
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda data: data.update(torch="1.0"), f"torch: '1.0' in the file, {torch.__version__!r} here"),
+        (lambda data: data.update(format=-1), "format: -1 in the file"),
+        (lambda data: data["machine"].update(cpu="another"), "cpu: 'another' in the file"),
+        (lambda data: data["machine"].update(threads=99), "threads: 99 in the file"),
+    ],
+)
+def test_a_file_of_another_machine_or_version_is_refused(here, change, shown):
+    data = json.loads(calibration_path().read_text())
+    change(data)
+    calibration_path().write_text(json.dumps(data))
+    with pytest.raises(FzeroValueError) as error:
+        get_device(calibration_path())
+    assert shown in str(error.value)
+    assert str(error.value).splitlines()[-1].startswith("Fix:") and "fzero calibrate" in str(error.value)
+    assert get_device(None) is KNOWN["cpu"]  # by default it is as if there were none
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2, "torch": "x", "machine": 3}'])
+def test_a_file_that_is_no_calibration_is_refused(folder, text):
+    (folder / "calibration.json").write_text(text)
+    with pytest.raises(FzeroValueError, match="not a calibration file"):
+        load_calibration(folder / "calibration.json")
+
+
+def test_a_file_that_lacks_a_number_is_refused(here):
+    data = json.loads(calibration_path().read_text())
+    del data["memory_bandwidth"]
+    calibration_path().write_text(json.dumps(data))
+    with pytest.raises(FzeroValueError, match="memory_bandwidth"):
+        load_calibration(calibration_path())
+
+
+def test_the_cache_may_be_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FZERO_CACHE", "off")  # about compiled functions
+    assert calibration_path() == tmp_path / ".cache" / "fzero" / "calibration.json"
+
+
+def test_a_machine_is_told_by_what_changes_its_rates():
+    before = machine("cpu")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert {k for k, v in machine("cpu").items() if v != before[k]} == {"threads"}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_line_through_two_times_is_a_link():
+    found = measure.fitted({1000: 1.001, 2001000: 3.001})
+    assert (found.latency, found.bandwidth) == pytest.approx((1.0, 1e6))
+    assert measure.fitted({10: 1.0, 1000: 0.5}).bandwidth > 0  # noise: more bytes took less time
+
+
+def test_bfloat16_is_measured_as_the_runtime_runs_it(monkeypatch):
+    monkeypatch.setattr(measure.compat, "native_bf16", lambda device: False)
+    a = torch.randn(64, 64).to(torch.bfloat16)
+    (out,) = measure.as_run(torch.mm, a, a)()
+    assert torch.equal(out, (a.float() @ a.float()).to(torch.bfloat16))
+
+
+def test_disk_falls_back_to_the_page_cache(monkeypatch):
+    def refuse(path, flags, mode=0o777, *, dir_fd=None, opener=os.open):
+        if flags & os.O_DIRECT:
+            raise OSError("no direct access")
+        return opener(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(measure.os, "open", refuse)
+    read, written = measure.disk(0.01)
+    assert read.bandwidth > 0 and written.bandwidth > 0
