@@ -65,6 +65,7 @@ class Kernels:
     Attributes:
         after: for each kernel the numbers of those that come before it.
         sizes: bytes of every buffer.
+        buffers: the buffer that every value lies in.
         inputs, outputs: the buffers that a function is given and that it returns.
         on_cpu: whether it runs on a CPU.
     """
@@ -72,6 +73,7 @@ class Kernels:
     kernels: tuple[Kernel, ...]
     after: tuple[frozenset[int], ...]
     sizes: Mapping[fx.Node, int]
+    buffers: Mapping[fx.Node, fx.Node]
     inputs: frozenset[fx.Node]
     outputs: frozenset[fx.Node]
     on_cpu: bool
@@ -117,7 +119,7 @@ class _Analysis:
         order = in_order(before)
         number = {i: place for place, i in enumerate(order)}
         after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
-        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.inputs, self.outputs, self._on_cpu())
+        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self._on_cpu())
 
     def _on_cpu(self) -> bool:
         return not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
