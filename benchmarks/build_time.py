@@ -3,20 +3,24 @@
     python benchmarks/build_time.py                 # 4, 16, 64 layers, about 3 minutes on 2 cores
     python benchmarks/build_time.py --peers 4 16    # and torch.compile of the whole model: a minute and more a point
 
-Every point is measured in fresh processes with an empty compiler cache. Trace: `fz.lower`, from functions to the finished program, in one process.
-Build: from calling the compiled step for the first time to the end of that step, tracing and one step included, which is what a user waits for.
+Every point is measured in fresh processes. Trace: `fz.lower`, from functions to the finished program, in one process.
+Build: from calling the compiled step for the first time to the end of that step, tracing and one step included, with empty caches.
+Warm start: the same job started again with what the first run left in the cache: from the start of the process, Python's and torch's own included, to the
+end of the first step. Both are what a user waits for.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Group, peak_mib, publish, rss_mib, serve
 
-TRACE_LIMIT_S, BUILD_LIMIT = 5.0, 1.5
+TRACE_LIMIT_S, BUILD_LIMIT, WARM_LIMIT_S = 5.0, 1.3, 5.0
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -51,13 +55,14 @@ def worker(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         state, metrics = train(state, batch)
         loss = float(metrics["loss"])
-        build = time.perf_counter() - start
+        build, alive = time.perf_counter() - start, seconds_alive()
         start = time.perf_counter()
         state, metrics = train(state, batch)
         float(metrics["loss"])
         return {
             "init_s": init,
             "build_s": build,
+            "start_s": alive,
             "step_s": time.perf_counter() - start,
             "growth_mib": peak_mib() - before,
             "loss": loss,
@@ -93,12 +98,21 @@ def main() -> None:
         if who == "fzero":
             with Group(__file__, 1, shared) as group:
                 worst = group.ask("trace")[0]
-        with Group(__file__, args.processes, shared, timeout=1200) as group:
-            answers = group.ask(who)
-        worst |= {k: max(a[k] for a in answers) for k in answers[0]}
+        with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as cache:
+            for start in ("cold", "warm") if who == "fzero" else ("cold",):
+                with Group(__file__, args.processes, shared, timeout=1200, cache=cache) as group:
+                    answers = group.ask(who)
+                found = {k: max(a[k] for a in answers) for k in answers[0]}
+                worst |= found if start == "cold" else {f"warm_{k}": v for k, v in found.items()}
         points.append({"who": who, "layers": layers, **worst})
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in points[-1].items()}, flush=True)
     report(args, points)
+
+
+def seconds_alive() -> float:
+    """Since this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
@@ -112,20 +126,23 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
             p["layers"],
             f"{p['trace_s']:.2f}" if "trace_s" in p else "",
             f"{p['build_s']:.1f}",
+            f"{p['warm_start_s']:.1f}" if "warm_start_s" in p else "",
             f"{p['growth_mib']:.0f}",
             p.get("lines", ""),
             p.get("functions", ""),
         )
         for p in points
     ]
-    trace = ours[most]["trace_s"]
+    trace, warm = ours[most]["trace_s"], ours[least]["warm_start_s"]
     notes = [
         f"width {args.width}, sequence {args.seq}, global batch {args.batch}, {args.processes} processes with one thread each, empty compiler caches, "
         "the slower rank.",
         f"tracing {most} layers: {trace:.2f} s, at most {TRACE_LIMIT_S:g} s wanted: {'met' if trace <= TRACE_LIMIT_S else 'MISSED'}",
         f"build of {most} layers / build of {least}: {ratio:.2f}, at most {BUILD_LIMIT:g} wanted: {'met' if ratio <= BUILD_LIMIT else 'MISSED'}",
+        f"warm start of {least} layers, from the start of the processes to the end of the first step: {warm:.1f} s, at most {WARM_LIMIT_S:g} s wanted: "
+        + ("met" if warm <= WARM_LIMIT_S else "MISSED"),
     ]
-    columns = ("", "layers", "trace s", "build s", "growth MiB", "lines", "functions")
+    columns = ("", "layers", "trace s", "build s", "warm start s", "growth MiB", "lines", "functions")
     settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
     publish(args.name, "Tracing and building, by depth", columns, rows, notes, {"settings": settings, "points": points, "build_ratio": ratio}, args.out)
 

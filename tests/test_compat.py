@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,78 @@ def test_inductor_compiles_a_graph_without_guards(tmp_path):
     (got,) = run(a, b)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(a, want)  # an input that the graph writes is written in place
+
+
+def added_and_multiplied() -> fx.GraphModule:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    z = graph.call_function(aten.sin.default, (graph.call_function(aten.add.Tensor, (x, y)),))
+    graph.output((graph.call_function(aten.mm.default, (z, y)),))
+    graph.call_function(aten.copy_.default, (x, z))
+    nodes = list(graph.nodes)
+    nodes[-2].append(nodes[-1])  # the output is last
+    nodes[-1].append(nodes[-2])
+    return fx.GraphModule({}, graph)
+
+
+def test_inductor_lowers_to_python_around_kernels_and_compiles_none(monkeypatch):
+    started: list[str] = []
+    unpatched = subprocess.Popen.__init__
+
+    def popen(self, command, *args, **kwargs):
+        started.append(str(command))
+        return unpatched(self, command, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", popen)
+    example = torch.ones(64, 64)
+    lowered = compat.inductor_lower(added_and_multiplied(), [example, example.clone()], trust_cpu=True)
+    assert not [c for c in started if "-o" in c] and (lowered.num_inputs, lowered.writes) == (2, (0,))
+    for text in ("class Runner:", "def call(self, args):", "async_compile.cpp_pybinding([", "kernel(", "extern_kernels.mm(", "args.clear()"):
+        assert text in lowered.text
+    command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
+    assert "kernels.cpp" in command and command[command.index("-o") + 1] == "kernels.so" and "-O3" in command
+
+
+def test_what_inductors_python_names_is_there():
+    names = compat.inductor_names()
+    x = names["empty_strided_cpu"]((2, 3), (3, 1), torch.float32)
+    assert x.shape == (2, 3) and names["reinterpret_tensor"](x, (6,), (1,), 0).data_ptr() == x.data_ptr()
+    names["assert_size_stride"](x, (2, 3), (3, 1))
+    with pytest.raises(AssertionError):
+        names["assert_size_stride"](x, (3, 2), (2, 1))
+    assert compat.is_extern("mm") and compat.is_extern("bmm") and compat.is_extern("addmm") and not compat.is_extern("bias_addmm")
+
+
+def test_the_data_pointer_function_gives_a_tensors_address():
+    import ctypes
+
+    function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(compat.data_pointer_function())
+    x = torch.ones(3)
+    assert function(x) == x.data_ptr()
+
+
+def test_inductors_settings_travel():
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.min_chunk_size": 17}):
+        settings, text = compat.inductor_settings(), compat.inductor_settings_text()
+    assert compat.inductor_settings_text() != text
+    before = compat.inductor_settings()
+    try:
+        compat.use_inductor_settings(settings)
+        assert config.cpp.min_chunk_size == 17 and compat.inductor_settings_text() == text
+    finally:
+        compat.use_inductor_settings(before)
+
+
+def test_an_artifact_travels_as_bytes():
+    import torch._inductor.config as config
+
+    example = torch.ones(8, 8)
+    with config.patch({"cpp.vec_isa_ok": True}):
+        artifact = compat.inductor_compile(added_and_multiplied(), [example, example.clone()])
+        run = compat.load_artifact(compat.artifact_bytes(artifact))
+    torch.testing.assert_close(run(torch.ones(8, 8), example)[0], torch.ones(8, 8).add(1).sin() @ example)
 
 
 def test_native_bf16_is_a_fact_of_the_device():
