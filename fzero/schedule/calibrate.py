@@ -29,8 +29,8 @@ _REDO = "measure again on this machine: fzero calibrate"
 _PATIENCE = 300.0  # seconds that the processes get which measure together
 
 
-def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable[[str], None] | None = None) -> Device:
-    """Measures this machine and keeps what it found in a file, where every plan finds it.
+def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable[[str], None] | None = None, path: str | Path | None = None) -> Device:
+    """Measures this machine and keeps what it found in a file.
 
     Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own transport. Ranks measure at once, since they
     share the host's memory and cores. Without a mesh of several processes, those that the host has places for (cores / threads of this process on
@@ -40,6 +40,7 @@ def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable
         mesh: from `make_mesh`, with every rank of a host calling alike; None, or one of a single process: see above.
         seconds: about how long to measure; starting processes and compiling one small function come on top.
         progress: called with a word on what is being measured.
+        path: of the file; by default `calibration_path`, where every plan finds it.
 
     Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a rank.
 
@@ -60,7 +61,7 @@ def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable
         measured = rates(mesh, seconds, progress)
     device = _device(measured, mesh.device_type, min(mesh.size, together) if mesh.size > 1 else together)
     if mesh.rank == 0:
-        save_calibration(device, calibration_path(mesh.device_type))
+        save_calibration(device, Path(path) if path is not None else calibration_path(mesh.device_type))
     return device
 
 

@@ -6,66 +6,81 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.errors import FzeroValueError, message
 from fzero.schedule.memory import ROLES
 from fzero.schedule.timeline import COMPUTE, Event
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fzero.schedule.plan import Plan
 
 _WIDTH = 120  # columns of a table
 _LONGEST_WAITS = 5
 
 
+class Table(NamedTuple):
+    """Cells with a title above them. The first column and the last are text, those between are numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def table(plan: Plan) -> str:
     """As plain text: totals, what the peak consists of, channels, the longest waits."""
+    return plain(tables(plan))
+
+
+def tables(plan: Plan) -> list[Table]:
+    """What `table` shows."""
+    share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    totals = [
+        ("peak memory", as_bytes(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
+        ("at rest", as_bytes(plan.resting_bytes), "the state between steps"),
+        ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
+        ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
+        ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
+    ]
+    out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
+    roles = [(role, as_bytes(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
+    out.append(Table("at the peak", ("", "bytes", "share"), roles))
+    if plan.channels:
+        rows = [(q, as_bytes(c.bytes), str(c.num_transfers), as_seconds(c.busy_seconds), as_seconds(c.exposed_seconds)) for q, c in plan.channels.items()]
+        out.append(Table("transfers", ("channel", "sends", "transfers", "busy", "exposed"), rows))
+    longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
+    if longest:
+        waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
+        out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+    return out
+
+
+def plain(tables: Iterable[Table]) -> str:
+    """As text without colours."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False)
+    draw(tables, Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
-    def plain() -> str:
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
-    def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def draw(tables: Iterable[Table], console: Console) -> None:
+    """Onto a console, as wide as it is if that is narrow."""
+    from rich import table as rich
+    from rich.text import Text
+
+    width = min(_WIDTH, console.width)
+    for title, columns, rows in tables:
         console.print(Text(title))
-        out = Table(width=_WIDTH)
+        out = rich.Table(width=width)
         for i, column in enumerate(columns):
             last = i == len(columns) - 1
             out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
         for row in rows:
             out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
         console.print(out)
-
-    share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
-    show(
-        f"{plan.name} on mesh {plan.mesh} of {plan.device.name}",
-        ("a step of each rank", "predicted", ""),
-        [
-            ("peak memory", as_bytes(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
-            ("at rest", as_bytes(plan.resting_bytes), "the state between steps"),
-            ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
-            ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
-            ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
-        ],
-    )
-    show("at the peak", ("", "bytes", "share"), [(role, as_bytes(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n])
-    if not plan.channels:
-        return plain()
-    show(
-        "transfers",
-        ("channel", "sends", "transfers", "busy", "exposed"),
-        [(q, as_bytes(c.bytes), str(c.num_transfers), as_seconds(c.busy_seconds), as_seconds(c.exposed_seconds)) for q, c in plan.channels.items()],
-    )
-    longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
-    if longest:
-        rows = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
-        show("longest waits", ("seconds a step", "channel", "line"), rows)
-    return plain()
 
 
 def brief(text: str, width: int = 84) -> str:

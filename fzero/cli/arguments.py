@@ -1,0 +1,44 @@
+"""The flags of a command line, read by tyro: a command's fields are its flags, their docstrings its help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from fzero.cli.commands import Calibrate, Plan, Show
+
+_ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says more; `fzero --version` prints the version.
+
+MODULE:FUNCTION is a function that needs no argument and returns (step, params, batch): a step with its transforms; its parameters, a pytree of (meta)
+tensors or an init function; one rank's batch. MODULE is a dotted module or the path of a .py file."""
+
+_EXAMPLES = {
+    "plan": """
+examples:
+  fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h100 --budget 80GB
+  fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
+exit code: 0; 1 if it does not fit the budget; 2 for flags or a target that cannot be meant""",
+    "show": """
+examples:
+  fzero show examples/train_gpt.py:plan_target --mesh data=8
+  fzero show examples/train_gpt.py:plan_target --mesh data=8 --flat | less""",
+    "calibrate": """
+examples:
+  fzero calibrate
+  torchrun --nproc-per-node 8 -m fzero.schedule.calibrate     (over the links between these ranks)""",
+}
+
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+
+
+def parse(args: Sequence[str]) -> Plan | Show | Calibrate:
+    """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
+
+    def told(name: str, kind: type) -> object:
+        first = (kind.__doc__ or "").splitlines()[0]  # in the list of commands a line each, the whole in a command's own help
+        return tyro.conf.subcommand(name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first)
+
+    commands = Annotated[Plan, told("plan", Plan)] | Annotated[Show, told("show", Show)] | Annotated[Calibrate, told("calibrate", Calibrate)]
+    return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]

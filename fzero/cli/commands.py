@@ -1,0 +1,184 @@
+"""What each command does: it works out one value of the library (a `Plan`, a `Program`, a `Device`) and prints it.
+
+Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing but JSON goes to stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from fzero.cli import report
+from fzero.cli.target import UsageError, load, users_code
+from fzero.errors import BudgetError, FzeroError, message
+from fzero.lower import Lowered, lower
+from fzero.mesh import AbstractMesh
+from fzero.program.show import show
+from fzero.schedule.calibrate import calibrate, calibration_path
+from fzero.schedule.devices import Device, get_device
+from fzero.schedule.plan import fits, parse_bytes
+
+_TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
+_MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required)")
+_DEVICE = arg(metavar="NAME", help_behavior_hint="(default: this machine's)")
+_BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
+_FILE = arg(metavar="FILE", help_behavior_hint="")
+_FLAG = arg(help_behavior_hint="")
+_PICTURES = (".png", ".svg")
+
+
+@dataclass(frozen=True)
+class _OfTarget:
+    """What both commands about a step are told. Fields without a default come first."""
+
+    target: Annotated[Positional[str], _TARGET]
+    """returns (step, params, batch)"""
+    mesh: Annotated[tuple[str, ...], _MESH]
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4"""
+    device: Annotated[str | None, _DEVICE] = None
+    """whose rates predict: h100, h200, a100, cpu, or a calibration file"""
+    budget: Annotated[str | None, _BUDGET] = None
+    """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
+    backend: Literal["inductor", "eager"] = "inductor"
+    """that the program is for"""
+    json: Annotated[bool, _FLAG] = False
+    """print JSON"""
+
+    def lowered(self) -> tuple[Lowered, Device]:
+        """The target lowered for the mesh, and the device that predicts."""
+        with _usage():
+            mesh = _mesh(self.mesh, self.device)
+            device = get_device(self.device, mesh.device_type)
+            budget = None if self.budget is None else parse_bytes(self.budget)
+        step, params, batch = load(self.target)
+        with users_code(self.target):
+            return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend), device
+
+
+@dataclass(frozen=True)
+class Plan(_OfTarget):
+    """What a step will cost each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
+
+    trace: Annotated[Path | None, _FILE] = None
+    """write the timeline, for ui.perfetto.dev or chrome://tracing"""
+    picture: Annotated[Path | None, _FILE] = None
+    """draw memory over the lines of the step, as .png or .svg"""
+
+    def run(self) -> int:
+        with _usage():
+            _check_files(trace=self.trace, picture=self.picture)
+        try:
+            lowered, device = self.lowered()
+        except BudgetError as error:
+            if self.json:
+                print(json_.dumps({"budget": {"bytes": parse_bytes(self.budget), "fits": False, "error": str(error)}}, indent=1))
+            raise
+        plan = lowered.plan_on(device, self.backend)
+        if self.trace is not None:
+            plan.save_trace(self.trace)
+        if self.picture is not None:
+            plan.save_picture(self.picture, self.budget)
+        if self.json:
+            print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan), indent=1))
+        else:
+            report.print_plan(lowered, plan)
+        return 0 if self.budget is None or fits(plan, self.budget) else 1
+
+
+@dataclass(frozen=True)
+class Show(_OfTarget):
+    """The program that each rank will run: every call, every transfer with its bytes."""
+
+    flat: Annotated[bool, _FLAG] = False
+    """every line, repeated layers not folded into loops"""
+
+    def run(self) -> int:
+        program = self.lowered()[0].program
+        if self.json:
+            print(json_.dumps(report.program_data(program), indent=1))
+        else:
+            report.print_program(show(program, fold=not self.flat))
+        return 0
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Measures this machine's rates, in a few seconds, and keeps them where every plan finds them."""
+
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: in the cache folder)")] = None
+    """write them here instead; plans take it as --device FILE"""
+    seconds: float = 5.0
+    """about how long to measure"""
+    json: Annotated[bool, _FLAG] = False
+    """print JSON, as in the file"""
+
+    def run(self) -> int:
+        with _usage():
+            _check_files(out=self.out)
+            if self.seconds <= 0:
+                raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
+        device, path = _measured(self.seconds, self.out)
+        if self.json:
+            print(device.to_json())
+        else:
+            report.print_device(device)
+        print(f"written to {path}", file=sys.stderr)
+        return 0
+
+
+def _measured(seconds: float, out: Path | None) -> tuple[Device, Path]:
+    """The rates of this machine, and the file they are in."""
+    console = Console(stderr=True)
+    with console.status("measuring") if console.is_terminal else contextlib.nullcontext() as status:
+
+        def progress(what: str) -> None:
+            if status is None:
+                print(f"measuring: {what}", file=sys.stderr, flush=True)
+            else:
+                status.update(f"measuring: {what}")
+
+        device = calibrate(seconds=seconds, progress=progress, path=out)
+    return device, out or calibration_path(device.machine["device_type"])
+
+
+# --- flags ---
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """What is wrong with a flag is a `UsageError`."""
+    try:
+        yield
+    except FzeroError as error:
+        raise UsageError(str(error)) from None
+
+
+def _mesh(axes: tuple[str, ...], device: str | None) -> AbstractMesh:
+    """The mesh of `AXIS=SIZE ...`, of the devices that this machine can trace for."""
+    pairs = [a.partition("=") for a in axes]
+    problems = [f"{axis}{equals}{size}: a size is a whole number" for axis, equals, size in pairs if not (axis and size.isdecimal())]
+    names = [axis for axis, _, _ in pairs]
+    problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
+    if problems or not pairs:
+        raise UsageError(message("mesh", "--mesh wants axes with their sizes", problems, "e.g. --mesh data=8, or --mesh replica=2 data=4"))
+    device_type = "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
+    return AbstractMesh(device_type=device_type, **{axis: int(size) for axis, _, size in pairs})
+
+
+def _check_files(**files: Path | None) -> None:
+    """Whether what a command is to write can be written, asked before the work is done."""
+    given = {flag: path for flag, path in files.items() if path is not None}
+    problems = [f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()]
+    problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
+    problems += [f"--picture {path}: a picture is a .png or .svg" for flag, path in given.items() if flag == "picture" and path.suffix not in _PICTURES]
+    if problems:
+        raise UsageError(message("files", "cannot be written", problems, "name files in folders that exist"))

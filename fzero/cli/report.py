@@ -1,0 +1,115 @@
+"""How the command line shows a plan, a program or a device: in colour on a terminal, as plain text elsewhere, or as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from fzero.lower import Lowered
+from fzero.program.ir import Program
+from fzero.program.show import statements
+from fzero.schedule.devices import Device
+from fzero.schedule.plan import Plan
+from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tables
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find
+from fzero.transforms.remat import Remat
+
+
+def print_plan(lowered: Lowered, plan: Plan) -> None:
+    """The plan, and under a budget what was chosen for it."""
+    if lowered.budget is None:
+        return _print(tables(plan))
+    size, spare = as_bytes(lowered.budget.nbytes), as_bytes(lowered.budget.nbytes - plan.peak_bytes)
+    chosen = Table(f"chosen within {size}", ("", "", ""), _chosen(lowered))
+    return _print([*tables(plan), chosen], f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
+
+
+def print_program(text: str) -> None:
+    console = Console()
+    if console.is_terminal:
+        syntax = Syntax("", "python", background_color="default")
+        console.print(syntax.highlight(text), soft_wrap=True, end="")
+    else:
+        sys.stdout.write(text)
+
+
+def print_device(device: Device) -> None:
+    """The rates of a device."""
+    rows = [(f"products in {dtype}", f"{rate / 1e9:.4g} GFLOP/s", "") for dtype, rate in device.flops.items()]
+    rows += [("memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s", "read and written together"), ("a call", as_seconds(device.call_seconds), "")]
+    links = {f"link {name}": link for name, link in device.links.items()}
+    links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
+    rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
+    machine = ", ".join(f"{n} {what}" for what in ("cores", "threads") if (n := device.machine.get(what)))
+    _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
+
+
+def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:
+    """Under a budget what was chosen for it."""
+    if lowered.budget is None:
+        return {}
+    return {"budget": {"bytes": lowered.budget.nbytes, "fits": plan.peak_bytes <= lowered.budget.nbytes, **dataclasses.asdict(lowered.choice)}}
+
+
+def program_data(program: Program) -> dict[str, Any]:
+    """A program: how every leaf rests, and a row a line that runs. `times`: in one step."""
+    lines = [
+        {
+            "op": line.op,
+            "fn": line.fn or None,
+            "times": times,
+            "text": text,
+            "out": [{"name": v.name, "shape": v.shape, "dtype": _dtype(v.dtype), "placement": str(v.placement)} for v in line.out],
+            "by": line.by or None,
+        }
+        for (line, times), text in zip(program.walk(), statements(program), strict=True)
+    ]
+    leaves = [
+        {"name": name, "path": x.path, "role": x.role, "shape": x.shape, "dtype": _dtype(x.dtype), "axes": x.layout.axes} for name, x in program.leaves.items()
+    ]
+    return {
+        "name": program.name,
+        "mesh": program.mesh.axes,
+        "transforms": [str(t) for t in program.transforms],
+        "pool_bytes": program.pool_bytes,
+        "leaves": leaves,
+        "lines": lines,
+        "program": str(program),
+    }
+
+
+def _print(shown: Sequence[Table], last: str = "") -> None:
+    console = Console()
+    if console.is_terminal:
+        draw(shown, console)
+    else:
+        sys.stdout.write(plain(shown))
+    if last:
+        console.print(last, highlight=False, soft_wrap=True)
+
+
+def _chosen(lowered: Lowered) -> list[tuple[str, str, str]]:
+    """What the budget decided of what the step leaves open."""
+    choice, transforms = lowered.choice, lowered.program.transforms
+    order = choice.order
+    policy = (find(transforms, Remat) or Remat()).policy
+    kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
+    rows = [("remat", kept, "share of activation memory that blocks keep" if policy == "auto" else "as the step says")]
+    if find(transforms, Accumulate):
+        how = "added up whole, reduced once a step" if choice.whole_grads else "reduced after every micro-batch, shards added up"
+        rows.append(("gradients", "whole" if choice.whole_grads else "shards", how))
+    rows.append(("shared gathers", str(order.shared), "serve the forward and the backward of a block"))
+    rows.append(("ahead", str(order.ahead), "blocks that a gather starts before it is needed"))
+    together = "what sends less travels with its neighbours" if order.coalesced else "no transfer is small enough to travel with others"
+    rows.append(("coalesced", as_bytes(order.coalesced), together))
+    return rows
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

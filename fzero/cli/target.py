@@ -1,0 +1,184 @@
+"""What a command is about: MODULE:FUNCTION, a function of the user's that returns a step, its parameters and a batch.
+
+[Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code raises, when it is imported,
+called or traced, is a `UserError`: its traceback without our frames, as if the user had run it. It must not know what the commands do with the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.step import EvalStep, Step
+
+_RETURNS = "return (step, params, batch): a step with its transforms; its parameters, a pytree of (meta) tensors or an init function; one rank's batch"
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class UsageError(FzeroValueError):
+    """Flags or a target that cannot be meant."""
+
+
+class UserError(Exception):
+    """The text of an exception in the user's code, with its own traceback."""
+
+
+def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
+    """The step, parameters and batch that a target returns.
+
+    Args:
+        target: "package.module:function" or "folder/file.py:function".
+
+    Raises:
+        UsageError: there is no such module or function, it cannot be called without arguments, or it returns something else.
+        UserError: importing the module or calling the function raised; see [Note: whose error].
+    """
+    name, colon, function = target.rpartition(":")
+    if not (name and colon and function):
+        raise UsageError(message("target", f"{target!r} is not MODULE:FUNCTION", fix="e.g. examples/plan_gpt.py:trillion, or package.module:function"))
+    with users_code(target):
+        fn = _function(_module(name), name, function)
+        return _checked(fn(), target)
+
+
+@contextlib.contextmanager
+def users_code(target: str) -> Iterator[None]:
+    """Runs the user's code as a script without arguments: what it prints goes to stderr, what it raises becomes a `UserError`."""
+    before, sys.argv = sys.argv, [target.rpartition(":")[0]]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (FzeroError, KeyboardInterrupt, BrokenPipeError):
+        raise
+    except (Exception, SystemExit) as error:
+        text = _own_traceback(error)
+        if text is None:  # nothing of it is the user's: ours to mend, with all that is known
+            raise
+        raise UserError(text) from None
+    finally:
+        sys.argv = before
+
+
+# --- finding ---
+
+
+def _module(name: str) -> ModuleType:
+    return _from_file(Path(name)) if name.endswith(".py") or "/" in name else _by_name(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A file as a module, which finds its neighbours as a script does."""
+    if not path.is_file():
+        folder = path.parent
+        near = _near(path.name, (p.name for p in folder.glob("*.py"))) if folder.is_dir() else []
+        problems = [f"near: {folder / n}" for n in near] if folder.is_dir() else [f"there is no folder {folder}"]
+        raise UsageError(message("target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"))
+    _first_on_path(path.resolve().parent)
+    name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"  # never in place of a module that others use
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(message("target", f"{path} is not a Python file", fix="give the path of a .py file"))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _by_name(name: str) -> ModuleType:
+    _first_on_path(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # the module is there, and misses something itself
+        parent, _, last = error.name.rpartition(".")
+        where = getattr(sys.modules.get(parent), "__path__", []) if parent else [str(Path.cwd())]
+        near = _near(last, (found.name for found in pkgutil.iter_modules(where)))
+        problems = [f"near: {f'{parent}.{n}' if parent else n}" for n in near]
+        raise UsageError(message("target", f"there is no module {error.name!r}", problems, "give a module's dotted name, or the path of a .py file")) from None
+
+
+def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+    if not hasattr(module, name):
+        near = _near(name, own) or [n for n in own if not _needed(getattr(module, n))]
+        raise UsageError(message("target", f"{where} has no function {name!r}", [f"near: {where}:{n}" for n in near[:5]], "name a function of the module"))
+    fn = getattr(module, name)
+    if not callable(fn):
+        raise UsageError(message("target", f"{where}:{name} is not a function but {_kind(fn)}", fix=f"name a function that needs no argument; {_RETURNS}"))
+    if needed := _needed(fn):
+        raise UsageError(message("target", f"{where}:{name} needs arguments: {', '.join(needed)}", fix="give them defaults, or name a function that calls it"))
+    return fn
+
+
+def _checked(returned: Any, target: str) -> tuple[Step | EvalStep, Any, Any]:
+    if isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], (Step, EvalStep)):
+        return returned
+    kinds = f"a tuple of {len(returned)}: ({', '.join(map(_kind, returned))})" if isinstance(returned, tuple) else _kind(returned)
+    problems = ["expected: (step, params, batch), the step made by train_step or eval_step", f"returned: {kinds}"]
+    raise UsageError(message("target", f"{target} does not return what there is to plan", problems, _RETURNS))
+
+
+def _needed(fn: Callable[..., Any]) -> list[str]:
+    """Arguments without a default."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # of a builtin: calling it tells
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _near(name: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _first_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+# --- the user's traceback ---
+
+
+def _own_traceback(error: BaseException) -> str | None:
+    """A traceback of the user's frames and of what they call; None if there is no such frame. A syntax error says itself where it is."""
+    found = traceback.TracebackException.from_exception(error)
+    rest = [found]
+    while rest:
+        exception = rest.pop()
+        exception.stack = traceback.StackSummary.from_list(_theirs(exception.stack))
+        rest += [x for x in (exception.__cause__, exception.__context__) if x is not None]
+    if not found.stack and not isinstance(error, SyntaxError):
+        return None
+    return "".join(found.format()).rstrip("\n")
+
+
+def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Without frames of fzero, and of what these call (torch, the import system) until the user's code is reached again."""
+    kept, ours = [], True
+    for frame in stack:
+        ours = frame.filename.startswith((_OURS, "<frozen importlib")) or (ours and frame.filename.startswith(_TORCH))
+        if not ours:
+            kept.append(frame)
+    return kept
