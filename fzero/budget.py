@@ -106,4 +106,4 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**18 else f"{nbytes:,} bytes"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**33 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**18 else f"{nbytes:,} bytes"

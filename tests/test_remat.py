@@ -17,7 +17,7 @@ from fzero import optim
 from fzero.errors import FzeroValueError
 from fzero.program.ir import Program
 from fzero.program.split import Choices, flops_of
-from fzero.transforms.remat import Remat, choose, rewrite
+from fzero.transforms.remat import rewrite
 
 lower_file = importlib.import_module("fzero.lower")
 FRACTIONS = [i / 16 for i in range(17)]
@@ -237,26 +237,6 @@ def embed(p, tokens):
 
 
 # under a budget
-
-
-@pytest.mark.parametrize("spare", [0.0, 0.1, 0.35, 0.5, 0.99, 1.0, 2.0])
-def test_choose_finds_the_largest_fraction_that_fits(spare):
-    program, calls = base("gpt"), []
-
-    def peak_of(p: Program) -> int:
-        calls.append(p)
-        return 1000 + saved_bytes(p)
-
-    budget = 1000 + int(spare * saved_bytes(rewrite(program, "none")))
-    found = choose(program, budget, peak_of)
-    assert len(calls) <= 6 and isinstance(found, Remat) and isinstance(found.policy, float)
-    assert peak_of(rewrite(program, found.policy)) <= budget
-    fitting = [f for f in FRACTIONS if peak_of(rewrite(program, f)) <= budget]
-    assert found.policy == max(fitting)
-
-
-def test_choose_gives_the_least_where_nothing_fits():
-    assert choose(base("gpt"), 10, lambda p: 1000 + saved_bytes(p)) == Remat(0.0)
 
 
 def test_auto_without_a_budget_is_min_cut():

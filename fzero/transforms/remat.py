@@ -8,7 +8,6 @@ once, and both are one function (fzero/program/fuse.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ from fzero.program.trace import Functions
 from fzero.transforms.base import Transform, applied
 
 POLICIES = ("full", "min_cut", "none", "auto")
-FINEST = 16  # "auto" looks for a fraction in steps of 1/16
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
             whose recomputation is cheap (no matrix product is repeated).
             A number from 0.0 to 1.0 is the share, in bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the choice
             that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never recomputes more.
-            "auto" is the largest such share, in steps of 1/16, with which the step fits the memory budget; without a budget it is "min_cut".
+            "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a budget it is "min_cut".
 
     Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy, but for the last block.
     Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds besides
@@ -62,30 +60,6 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     elif policy not in POLICIES:
         raise FzeroValueError(message("remat", f"unknown policy {policy!r}", fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)"))
     return applied(Remat(policy), step)
-
-
-def choose(program: Program, budget_bytes: int, peak_of: Callable[[Program], int]) -> Remat:
-    """The record that "auto" stands for under a memory budget: the largest fraction whose program fits, 0.0 where none does.
-
-    Args:
-        program: the program before remat.
-        budget_bytes: bytes of one device.
-        peak_of: the peak, in bytes of one rank, of the step that follows from a program that remat has rewritten. Called at most six times.
-    """
-    known: dict[Any, Choices] = {}
-
-    def fits(sixteenths: int) -> bool:
-        return peak_of(rewrite(program, sixteenths / FINEST, known)) <= budget_bytes
-
-    if fits(FINEST):
-        return Remat(1.0)
-    low, high = 0, FINEST  # `low` fits, or nothing does
-    if not fits(0):
-        return Remat(0.0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return Remat(low / FINEST)
 
 
 def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | None = None) -> Program:
