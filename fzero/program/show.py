@@ -165,8 +165,12 @@ def _wrapped(code: str, note: str) -> list[str]:
         code = f"{indent[4:]}del ({names})"
     open_at = code.index("(", code.index("= ") if " = " in code else 0) if not code.lstrip().startswith(")") else code.index("(")
     head, rest = code[: open_at + 1], code[open_at + 1 : -1]
+    rest = _INDEX.sub(lambda m: m.group().replace(" ", "\0"), rest)  # not within an index
     body = textwrap.wrap(rest, width=_WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [_noted(head, note), *body, indent[4:] + ")"]
+    return [_noted(head, note), *(line.replace("\0", " ") for line in body), indent[4:] + ")"]
+
+
+_INDEX = re.compile(r"\[[^\[\],']*\]")
 
 
 def _bytes(num: float) -> str:
