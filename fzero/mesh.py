@@ -68,6 +68,7 @@ class Mesh(AbstractMesh):
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
     shared_memory: bool = False  # whether all ranks are on this host and may read each other's buffers
+    transport: Any = None  # how it moves data, once it did (comm/transport.py)
     gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
 
     def __init__(
@@ -88,6 +89,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "timeout", timeout)
         object.__setattr__(self, "shared_memory", shared_memory)
         object.__setattr__(self, "gather_mesh", gather_mesh)
+        object.__setattr__(self, "transport", None)
 
     @property
     def coordinate(self) -> dict[str, int]:

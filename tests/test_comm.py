@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from typing import Any
 
@@ -87,6 +89,24 @@ def test_transfers(run_ranks: Any, name: str, big: int, size: int) -> None:
 def test_transfers_go_along_their_axis(rank: int, data: list[int], replica: list[int]) -> None:
     mesh = Mesh({"replica": 3, "data": 2}, rank, torch.device("cpu"))
     assert ranks_along(mesh, "data") == data and ranks_along(mesh, "replica") == replica
+
+
+def open_files() -> int:
+    """How many more files are open after meshes, pools and steps have come and gone than after the first of them."""
+    counts = []
+    for _ in range(4):
+        mesh = fz.make_mesh(data=-1)
+        carrier = transport(mesh)
+        for _ in range(3):
+            carrier.begin(carrier.pool(4096))
+        del mesh, carrier
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1] - counts[0]
+
+
+def test_nothing_stays_open(run_ranks: Any) -> None:
+    assert run_ranks(2, open_files) == [0, 0]
 
 
 def leaves_early() -> None:

@@ -15,6 +15,7 @@ import mmap
 import os
 import select
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,8 @@ class SharedMemory:
 
     def __init__(self, mesh: Mesh, peers: dict[int, _Peer]):
         self._mesh, self._peers = mesh, peers
-        self._pools: list[_Pool] = []
         self._pool: _Pool | None = None
+        weakref.finalize(self, _close, [fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
@@ -76,13 +77,14 @@ class SharedMemory:
             socket.send_fds(peer.connection, [b"p"], [fd])
         for peer in self._peers.values():
             fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
-        self._pools.append(_Pool(mmap.mmap(fd, size), fds))
+        found = _Pool(mmap.mmap(fd, size), fds)
         os.close(fd)
-        return self._pools[-1].tensor[:nbytes]
+        found.tensor._fzero_pool = found  # type: ignore[attr-defined]
+        return found.tensor
 
     def begin(self, pool: torch.Tensor) -> None:
         """Called before a program runs: waits until no rank reads what an earlier run left in the pools."""
-        self._pool = next((p for p in self._pools if p.tensor.data_ptr() == pool.data_ptr()), None)
+        self._pool = pool._fzero_pool  # type: ignore[attr-defined]
         everyone = list(self._peers.values())
         self._tell(everyone)
         self._hear({p.rank: p.told for p in everyone})
@@ -207,6 +209,14 @@ class _Pool:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.bytes = memoryview(memory)
         self.fds = fds
+        weakref.finalize(self, _close, list(fds.values()), [])
+
+
+def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
+    for fd in fds:
+        os.close(fd)
+    for connection in connections:
+        connection.close()
 
 
 def connect(mesh: Mesh) -> SharedMemory | None:
