@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,39 +177,34 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     if size == 1:
         return 0.0
     per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
+    num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
-    num_hosts = size // per_host
-    if line.op == "all_reduce_start":  # small ones go up and down a tree
+    if line.op == "all_reduce_start":  # what is small goes up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
         across = num_hosts if num_hosts > 1 else 0
-        inside = size - 1 - across if num_hosts > 1 else size - 1
+        inside = max(0, size - 1 - across)
+    bandwidth = intra.bandwidth
+    if num_hosts > 1:
+        bandwidth = inter.bandwidth if per_host == 1 else min(bandwidth, per_host * inter.bandwidth)
     sent = transfer_bytes(line, program.values_by_name, mesh)
-    bandwidth = intra.bandwidth if num_hosts == 1 else inter.bandwidth if per_host == 1 else min(intra.bandwidth, per_host * inter.bandwidth)
-    return max(0, inside) * intra.latency + across * inter.latency + sent / bandwidth
+    return inside * intra.latency + across * inter.latency + sent / bandwidth
+
+
+def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
+    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's axes."""
+    return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
 
 
 @functools.lru_cache(maxsize=1024)
-def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """How many ranks of a group over `axes` share a host, in the group where they are fewest. Ranks are row-major over the mesh's axes."""
-    stride, offsets = 1, [0]
-    for name, length in reversed(mesh.axes.items()):
-        if name in axes:
-            offsets = [o + stride * i for i in range(length) for o in offsets]
-        stride *= length
-    inside = set(offsets)
-    fewest = len(offsets)
-    strides = {name: math.prod(list(mesh.axes.values())[i + 1 :]) for i, name in enumerate(mesh.axes)}
-    for first in range(mesh.size):
-        if first in inside or all((first // strides[a]) % mesh.axes[a] == 0 for a in axes):
-            if any((first // strides[a]) % mesh.axes[a] for a in axes):
-                continue
-            hosts: dict[int, int] = {}
-            for o in offsets:
-                host = (first + o) // devices_per_host
-                hosts[host] = hosts.get(host, 0) + 1
-            fewest = min(fewest, *hosts.values())
-    return fewest
+def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_per_host: int) -> int:
+    size, stride, offsets = dict(mesh), dict[str, int](), [0]
+    for i, (name, _) in enumerate(mesh):
+        stride[name] = math.prod(n for _, n in mesh[i + 1 :])
+    for name in axes:
+        offsets = [o + stride[name] * i for o in offsets for i in range(size[name])]
+    firsts = [rank for rank in range(math.prod(size.values())) if all(rank // stride[name] % size[name] == 0 for name in axes)]
+    return min(min(Counter((first + o) // devices_per_host for o in offsets).values()) for first in firsts)
 
 
 # --- a step ---

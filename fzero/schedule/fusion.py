@@ -200,7 +200,9 @@ class _Analysis:
             product = packet(maker) in PRODUCTS
             alone = product or packet(maker) in _WRITES
             depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + product
-            parent[root(node)] = root(together.setdefault(maker, node))  # the results of one operation
+            # the results of one operation, but not sums over columns beside what is computed by row
+            ndim = node.meta["val"].dim() if not product and not self.eager else None
+            parent[root(node)] = root(together.setdefault((maker, ndim), node))
             if alone or self.eager:
                 continue
             largest = max((r.nbytes for r in self.reads[node].values()), default=0)

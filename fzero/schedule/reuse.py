@@ -55,8 +55,8 @@ def best_order(found: Kernels) -> list[int]:
     return min(orders, key=lambda order: max(_estimate(found, order, lives(found, order)), default=0))
 
 
-def merged(found: Kernels, order: Sequence[int]) -> Lives:
-    """The lives of buffers where those that share memory are one, named by the first."""
+def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node], Lives]:
+    """For each buffer the first that lay in its memory, and the lives of those, from their first kernel to the last of any that took their place."""
     lived, spans = lives(found, order), _spans(found, order)
     before = _predecessors(found, order, lived, spans)
     out: Lives = {}
@@ -64,7 +64,7 @@ def merged(found: Kernels, order: Sequence[int]) -> Lives:
     for buffer in sorted(lived, key=lambda b: lived[b][0]):
         root = first[buffer] = first[before[buffer]] if buffer in before else buffer
         out[root] = (out.get(root, spans[lived[buffer][0]])[0], spans[lived[buffer][1]][1])
-    return out
+    return first, out
 
 
 def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
