@@ -48,7 +48,6 @@ class Group:
                 "MKL_NUM_THREADS": str(threads),
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "TORCHINDUCTOR_CACHE_DIR": cache,
-                "XDG_CACHE_HOME": cache,
                 "FZERO_CACHE": cache,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),

@@ -7,6 +7,7 @@ recommends, and join process groups by torch's own means.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import time
@@ -92,6 +93,8 @@ def worker(args: argparse.Namespace) -> None:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+        for name in ("torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"):
+            importlib.import_module(name)  # what some load while they build, an optimizer among them, is in nobody's growth
         live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
         parts = 1 if contestant.alone == "whole" else args.parts
         live["batches"] = [tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)]

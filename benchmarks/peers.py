@@ -196,7 +196,7 @@ def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str
         "its seconds are divided.",
         "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an eager module's.",
         "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above what it had before the model "
-        "was built, while building and warming up, and in the steps measured.",
+        "was built, with torch's compiler imported by all, while building and warming up, and in the steps measured.",
     ]
     columns = ("", "wall s", "CPU s", "above the floor", "first step s", "build MiB", "steps MiB", "last loss")
     settings = {k: v for k, v in vars(args).items() if k != "out"}
