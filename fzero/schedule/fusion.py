@@ -28,8 +28,9 @@ _GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
 _WRITES = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.embedding_dense_backward, aten.sort, aten.topk}
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
 _FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}  # read nothing
-_HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh}  # kept on a CPU if read twice
-_HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}  # read one of these twice, in float32
+# what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in float32, and then it is not
+_HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh, aten.gelu, aten.silu, aten._log_softmax_backward_data}
+_HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
 _MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
 _MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
 
@@ -97,6 +98,7 @@ class _Analysis:
         self.graph, self.eager = graph, eager
         nodes = list(graph.graph.nodes) if eager else by_locality(list(graph.graph.nodes))
         self.nodes = [n for n in nodes if n.op != "output"]
+        self.on_cpu = not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
         self.buffer: dict[fx.Node, fx.Node] = {}  # a node -> the node that made its memory
         for node in self.nodes:
@@ -119,10 +121,7 @@ class _Analysis:
         order = in_order(before)
         number = {i: place for place, i in enumerate(order)}
         after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
-        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self._on_cpu())
-
-    def _on_cpu(self) -> bool:
-        return not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
+        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self.on_cpu)
 
     def _base(self, node: fx.Node) -> fx.Node:
         if node.op == "call_function" and node.target is operator.getitem:
@@ -146,6 +145,7 @@ class _Analysis:
                 largest[maker_of(node)] = max(largest[maker_of(node)], self.sizes[node])
         written = {n for n in self.made if n in self.outputs or writes(n)}
         num_reads: dict[fx.Node, int] = {}
+        heavy: set[fx.Node] = set()
         for node in self.made:
             maker, kind = maker_of(node), packet(maker_of(node))
             arguments = {self.buffer[a] for a in maker.all_input_nodes}
@@ -153,7 +153,9 @@ class _Analysis:
             shrinks = any(numel(a) > numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS | _FILLS
             reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
             twice = len(readers[node]) > 1
-            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and kind in _HEAVY)
+            if kind in _HEAVY or not heavy.isdisjoint(arguments - written):
+                heavy.add(node)
+            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and self.on_cpu and node in heavy)
             if kind in PRODUCTS or kind in _WRITES or reduced or many or any(packet(r) in PRODUCTS for r in readers[node]):
                 written.add(node)
         return written
@@ -207,7 +209,10 @@ class _Analysis:
                 continue
             largest = max((r.nbytes for r in self.reads[node].values()), default=0)
             for base, read in self.reads[node].items():
+                fits = read.aligned or numel(base) != numel(node)  # not what is transposed in between
                 if base in parent and depth[base] == depth[node] and packet(maker_of(base)) not in PRODUCTS | _WRITES:
+                    if not fits:
+                        continue
                     parent[root(node)] = root(base)
                 elif read.nbytes == largest:
                     parent[root(node)] = root(together.setdefault((base, depth[node], numel(node)), node))

@@ -1,0 +1,359 @@
+"""The cost model: FLOPs against torch's own counter, bytes and temporaries against what is really allocated, transfers against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import fzero as fz
+from fzero import compat, optim
+from fzero.errors import FzeroValueError
+from fzero.mesh import AbstractMesh
+from fzero.program.ir import Function, Line, Placement, Program, Value
+from fzero.program.record import record
+from fzero.runtime.build import build
+from fzero.schedule import cost
+from fzero.schedule.devices import KNOWN, Device, Link, get_device
+from fzero.schedule.fusion import kernels
+
+BATCH, SEQ, WIDTH, VOCAB = 4, 128, 256, 1024
+CPU = KNOWN["cpu"]
+
+
+def gpt_loss(params, batch):
+    x = params["token"][batch["tokens"]]
+    for p in params["layers"]:
+        x = models.layer(p, x)
+    return models.head(params["head"], x, batch["targets"])
+
+
+def gpt(*transforms, layers=2):
+    """A ZeRO-3 step of a small GPT on two abstract devices."""
+    shapes = {"ln_1": (WIDTH,), "qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "ln_2": (WIDTH,), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    layer = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
+    params = {
+        "token": torch.empty(VOCAB, WIDTH, device="meta"),
+        "layers": [{k: x.clone() for k, x in layer.items()} for _ in range(layers)],
+        "head": {"ln": torch.empty(WIDTH, device="meta"), "out": torch.empty(VOCAB, WIDTH, device="meta")},
+    }
+    tokens = torch.empty(BATCH, SEQ, dtype=torch.int64, device="meta")
+    step = fz.compose(fz.shard_params(axis="data"), *transforms)(fz.train_step(gpt_loss, optim.adamw(1e-3)))
+    return fz.lower(step, AbstractMesh(data=2), params, {"tokens": tokens, "targets": tokens}).program
+
+
+def function(fn, *shapes, dtype=torch.float32):
+    """A recorded function of float tensors of these shapes."""
+    with compat.FakeTensorMode():
+        fakes = [torch.empty(s, dtype=dtype) for s in shapes]
+        return Function(fn.__name__, record(lambda *xs: [fn(*xs)], fakes, owner="test", names=[f"x_{i}" for i in range(len(shapes))]))
+
+
+# --- FLOPs ---
+
+
+def counted(fn, *args):
+    """FLOPs that torch's counter sees in a call, attention as the products that it stands for."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        fn(*args)
+    return counter.get_total_flops()
+
+
+def real_gpt():
+    torch.manual_seed(0)
+    shapes = [(WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+    layer = lambda: {k: torch.randn(s) * 0.02 for k, s in zip(("ln_1", "qkv", "out", "ln_2", "up", "down"), shapes, strict=True)}  # noqa: E731
+    head = {"ln": torch.ones(WIDTH), "out": torch.randn(VOCAB, WIDTH)}
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+    return {"token": torch.randn(VOCAB, WIDTH), "layers": [layer(), layer()], "head": head}, {"tokens": tokens, "targets": tokens}
+
+
+def test_model_flops_are_those_of_a_plain_forward_and_backward():
+    params, batch = real_gpt()
+    leaves = [x.requires_grad_() for x in fz.tree.leaves(params)]
+    plain = counted(lambda: torch.autograd.grad(gpt_loss(params, batch), leaves))
+    assert cost.model_flops(gpt()) == plain
+    products = 6 * (2 * 12 * WIDTH**2 + VOCAB * WIDTH) * BATCH * SEQ  # 6 x parameters x tokens …
+    assert plain == products + 3 * 2 * 4 * BATCH * SEQ**2 * WIDTH  # … and attention, three times its forward
+
+
+@pytest.mark.parametrize("policy", ["min_cut", "full", "none"])
+def test_model_flops_do_not_depend_on_what_is_recomputed(policy):
+    program = gpt(fz.remat(policy))
+    assert cost.model_flops(program) == cost.model_flops(gpt())
+
+
+def test_hardware_flops_count_recomputation():
+    kept, recomputed = (cost.hardware_flops(gpt(fz.remat(p))) for p in ("none", "full"))
+    attention = 4 * BATCH * SEQ**2 * WIDTH
+    layer_forward = 24 * WIDTH**2 * BATCH * SEQ + attention
+    assert kept == cost.model_flops(gpt()) + 2 * attention / 2  # fused attention's backward computes its scores again
+    # every layer's forward runs twice, but for its last product, which no gradient reads
+    assert recomputed == kept + 2 * (layer_forward - 8 * WIDTH**2 * BATCH * SEQ)
+
+
+def test_accumulation_multiplies_by_the_number_of_micro_batches():
+    whole, parts = gpt(), gpt(fz.accumulate(2))
+    assert cost.hardware_flops(parts) == cost.hardware_flops(whole)
+
+
+def test_flops_of_convolution_and_batched_products_are_torchs():
+    def conv(x, w, b, y):
+        return F.conv2d(x, w, b, padding=1).flatten(1) @ y
+
+    def batched(x, y, z):
+        return torch.baddbmm(z, x, y)
+
+    for fn, shapes in ((conv, [(2, 3, 8, 8), (4, 3, 3, 3), (4,), (256, 5)]), (batched, [(3, 4, 5), (3, 5, 6), (3, 4, 6)])):
+        assert cost.cost_of(function(fn, *shapes)).total_flops == counted(fn, *(torch.randn(s) for s in shapes)) > 0
+
+
+def test_flops_are_by_the_dtype_of_the_operands():
+    def product(x, y):
+        return x @ y
+
+    assert cost.cost_of(function(product, (2, 3), (3, 4), dtype=torch.bfloat16)).flops == {torch.bfloat16: 48}
+
+
+# --- bytes ---
+
+
+def test_a_chain_of_pointwise_operations_reads_and_writes_once():
+    def chain(x):
+        return torch.exp(torch.cos(torch.sin(x)) * 2)
+
+    f = function(chain, (1024,))
+    assert cost.cost_of(f).bytes == 2 * 4096
+    assert cost.cost_of(f, "eager").bytes == 4 * 2 * 4096
+    assert cost.cost_of(f).num_kernels == 1
+
+
+def test_operands_of_products_are_written():
+    def fn(x, w):
+        return torch.sin(x) @ w + 1
+
+    found = cost.cost_of(function(fn, (64, 64), (64, 64)))
+    one = 64 * 64 * 4
+    assert (found.bytes, found.product_bytes, found.num_kernels) == ((2 + 3 + 2) * one, 3 * one, 3)
+
+
+def test_a_table_is_read_as_far_as_it_is_looked_up():
+    def look_up(table, scale):
+        return table[torch.zeros(4, dtype=torch.int64)] * scale
+
+    found = cost.cost_of(function(look_up, (1000, 8), (8,)))
+    assert found.bytes < 1000 * 8 * 4
+
+
+def test_an_update_in_place_reads_and_writes_its_state_once():
+    program = gpt()
+    line = next(x for x in program.lines if x.op == "call" and any("layers" in w for w in x.writes))
+    numel = sum(program.leaves[w].shard_numel(program.mesh) for w in line.writes if w.startswith("params"))
+    found = cost.cost_of(program.functions[line.fn])
+    assert found.bytes == pytest.approx(7 * 4 * numel, rel=0.01)  # parameter, gradient, two moments; and all but the gradient written
+
+
+# --- temporaries ---
+
+
+def allocated(f, run):
+    """Most bytes that a call of a built function allocates at once, beyond those of what it returns."""
+    args = [example(n.meta["val"]) for n in f.graph.inputs]
+    into = [torch.empty_like(example(n.meta["val"]), memory_format=torch.contiguous_format) if i in f.into else None for i, n in enumerate(f.graph.outputs)]
+    kwargs = {"into": into} if f.into else {}
+    with torch.no_grad():
+        run(*args, **kwargs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+            out = run(*args, **kwargs)
+    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    given = {x.untyped_storage().data_ptr() for x in (*args, *into) if x is not None}
+    returned = out if isinstance(out, (tuple, list)) else [] if out is None else [out]
+    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in returned)}
+    return peak - sum(n for p, n in storages.items() if p not in given)
+
+
+def example(value):
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+
+
+def close(estimate, real, part=0.05):
+    """Kernels have scratch space of their own, some tens of kB, that no shape tells of."""
+    return abs(estimate - real) <= max(part * real, 1 << 17)
+
+
+@pytest.mark.parametrize("transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"])
+def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
+    program, device = gpt(*transforms, layers=1), torch.device("cpu")
+    built = build(program.functions, "eager", fz.make_mesh(data=1))
+    real = {name: allocated(f, built[name]) for name, f in program.functions.items()}
+    estimate = {name: cost.temporaries(f, "eager", device) for name, f in program.functions.items()}
+    assert {n: (estimate[n], real[n]) for n in real if not close(estimate[n], real[n])} == {}
+    assert sum(n > 1 << 20 for n in real.values()) >= 2
+
+
+@pytest.mark.parametrize(("native", "part"), [(True, 0.05), (False, 0.1)], ids=["fp32", "bf16 in float32"])
+def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, monkeypatch):
+    """A layer and its vjp, and the head with its cross entropy. Where every product's operands are cast, not every cast is found in the right kernel."""
+    transforms, device = () if native else (fz.mixed_precision("bf16"),), torch.device("cpu")
+    monkeypatch.setattr(compat, "native_bf16", lambda device: native)
+    program = gpt(fz.remat("full"), *transforms, layers=1)
+    functions = {n: f for n, f in program.functions.items() if cost.cost_of(f).total_flops}
+    built = build(functions, "inductor", fz.make_mesh(data=1))
+    real = {name: allocated(f, built[name]) for name, f in functions.items()}
+    estimate = {name: cost.temporaries(f, "inductor", device) for name, f in functions.items()}
+    assert {n: (estimate[n], real[n]) for n in real if not close(estimate[n], real[n], part)} == {}
+    assert len(real) == 3 and sum(n > 1 << 20 for n in real.values()) >= 2
+
+
+def test_a_view_of_a_value_counts_once():
+    def views(x):
+        y = torch.sin(x)
+        return (y.view(32, 32).t() @ y.view(32, 32)) + y[:32]
+
+    one = 4 * 1024
+    f = function(views, (1024,))
+    assert cost.temporaries(f, "eager") == 2 * one  # the sine, and the product; the sum is the output
+    assert cost.temporaries(f, "inductor") == one  # the sum overwrites the product
+
+
+def test_memory_given_for_outputs_is_not_counted():
+    def two(x, w):
+        return torch.relu(x @ w)
+
+    f = function(two, (64, 64), (64, 64))
+    assert cost.temporaries(f) == 0  # the product's memory becomes the output …
+    assert cost.temporaries(dataclasses.replace(f, into=(0,))) == 0  # … or what is given for it
+    assert cost.temporaries(f, "eager") == 64 * 64 * 4
+    assert cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4  # which an eager function only copies to
+
+
+# --- transfers ---
+
+
+def transfer(op, nbytes, axis, placement=None):
+    placement = placement or (Placement("shard", (axis,)) if op == "all_gather_start" else Placement())
+    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs={"axes": (axis,), "op": "sum"}), Value("x", (nbytes // 4,), torch.float32, placement)
+
+
+def seconds_of(op, nbytes, mesh, axis, device):
+    line, value = transfer(op, nbytes, axis)
+    return cost.seconds(line, Program("p", mesh, (value,), {}, (line,), (), {}), device)
+
+
+DEVICE: Device = dataclasses.replace(CPU, links={"intra": Link(1e-6, 100e9), "inter": Link(1e-5, 10e9)}, devices_per_host=4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis", "expected"),
+    [
+        ({"data": 4}, "data", 3e-6 + 0.75e9 / 100e9),  # within a host
+        ({"data": 8}, "data", 5e-6 + 2e-5 + 0.875e9 / 40e9),  # two hosts of four: two of seven steps cross, over four adapters
+        ({"replica": 2, "data": 4}, "replica", 2e-5 + 0.5e9 / 10e9),  # one rank of each host
+        ({"replica": 2, "data": 4}, "data", 3e-6 + 0.75e9 / 100e9),
+    ],
+)
+def test_a_gather_takes_its_steps_and_its_bytes(axes, axis, expected):
+    assert seconds_of("all_gather_start", 1_000_000_000, AbstractMesh(**axes), axis, DEVICE) == pytest.approx(expected)
+
+
+def test_an_all_reduce_sends_twice_as_much_as_a_reduce_scatter():
+    mesh = AbstractMesh(data=4)
+    both = [seconds_of(op, 1_000_000_000, mesh, "data", DEVICE) for op in ("reduce_scatter_start", "all_reduce_start")]
+    assert both == pytest.approx([3e-6 + 0.75e9 / 100e9, 4e-6 + 1.5e9 / 100e9])
+
+
+def test_nothing_travels_on_an_axis_of_one():
+    assert seconds_of("all_gather_start", 1000, AbstractMesh(data=1), "data", DEVICE) == 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis", "ranks"), [({"data": 16}, "data", 4), ({"replica": 8, "data": 2}, "replica", 2), ({"data": 6}, "data", 2), ({"data": 3}, "data", 3)]
+)
+def test_ranks_per_host(axes, axis, ranks):
+    assert cost.ranks_per_host(AbstractMesh(**axes), (axis,), 4) == ranks
+
+
+def test_channels():
+    named = {x.op: cost.channel(x) for x, _ in gpt().walk()}
+    assert named["all_gather_start"] == "gather:data"
+    assert named["reduce_scatter_start"] == named["all_reduce_start"] == "reduce:data"
+    assert named["call"] is named["wait"] is None
+
+
+# --- seconds ---
+
+
+def test_products_and_the_rest_add_up():
+    found = cost.Cost(flops={torch.float32: 6e9}, bytes=3e9, product_bytes=1.5e9, num_calls=1)
+    device = dataclasses.replace(CPU, flops={"float32": 6e10}, memory_bandwidth=1.5e10, call_seconds=1e-3)
+    assert found.seconds(device) == pytest.approx(0.1 + 0.1 + 1e-3)
+    bound = dataclasses.replace(found, product_bytes=3e9)  # products that memory bounds
+    assert bound.seconds(device) == pytest.approx(0.2 + 1e-3)
+
+
+def test_attention_has_a_rate_of_its_own():
+    found = cost.Cost(flops={torch.float32: 2e9}, attention={(torch.float32, "backward"): 1e9})
+    device = dataclasses.replace(CPU, flops={"float32": 1e9}, call_seconds=0.0, attention={"float32": 1e9, "float32 backward": 5e8})
+    assert found.seconds(device) == pytest.approx(1 + 2)
+
+
+def test_a_program_of_a_thousand_layers_is_priced_at_once():
+    program = gpt(layers=2)
+    deep = dataclasses.replace(program, lines=program.lines * 500)
+    cost.seconds(program.lines[0], deep, DEVICE)
+    start = time.process_time()
+    total = sum(times * cost.seconds(line, deep, DEVICE) for line, times in deep.walk())
+    cost.model_flops(deep), cost.hardware_flops(deep)
+    assert time.process_time() - start < 2
+    assert total > 0
+
+
+@pytest.mark.parametrize("name", list(models.MODELS))
+@pytest.mark.parametrize("optimizer", ["lamb", "clipped"])
+def test_every_function_has_a_price(name, optimizer):
+    """Glue, blocks and updates of every kind: kernels in an order that respects what they read."""
+    model = models.MODELS[name]
+    step = fz.shard_params(fz.train_step(model.loss, models.OPTIMIZERS[optimizer]()), axis="data")
+    program = fz.lower(step, AbstractMesh(data=3), model.init, models.meta_part(models.batches(1)[0], 3)).program
+    for f in program.functions.values():
+        for backend in ("inductor", "eager"):
+            assert cost.cost_of(f, backend).bytes > 0
+            assert cost.temporaries(f, backend) >= 0
+            found = kernels(f.graph, backend)
+            assert all(j < i for i, before in enumerate(found.after) for j in before)
+
+
+# --- devices ---
+
+
+def test_known_devices_have_sources():
+    for name, device in KNOWN.items():
+        assert get_device(name) is device and device.name == name
+        assert device.source and {"float32", "bfloat16"} <= set(device.flops)
+    assert KNOWN["h100"].flops["bfloat16"] == pytest.approx(0.65 * 989e12)
+
+
+def test_an_unknown_device_lists_the_known_ones():
+    with pytest.raises(FzeroValueError) as error:
+        get_device("h1000")
+    assert all(name in str(error.value) for name in (*KNOWN, "h1000"))
+
+
+def test_a_device_survives_json():
+    for device in KNOWN.values():
+        assert Device.from_json(device.to_json()) == device
+
+
+def test_a_dtype_that_is_not_listed_is_as_fast_as_its_size():
+    assert CPU.rate(torch.float64) == CPU.flops["float32"] / 2
+    assert CPU.rate(torch.float32, "forward") == CPU.flops["float32"]
