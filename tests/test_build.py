@@ -103,6 +103,19 @@ print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx",
     assert len(list(folder.glob("*.so"))) == 3
 
 
+def test_libraries_loaded_again_keep_their_own_kernels(folder):
+    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
+    several_, literal_ = functions()["several"], functions()["literal"]
+    for one in (several_, literal_):  # a library each
+        building.build({"f": one}, "inductor", fz.make_mesh())
+    paths = sorted(folder.glob("*.so"))
+    first = [kernels.load_library(p) for p in paths]
+    again = [kernels.load_library(p) for p in paths]
+    assert len(paths) == 2 and len({id(m) for m in first + again}) == 4
+    for before, after in zip(first, again, strict=True):
+        assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+
+
 def test_without_a_cache_every_build_compiles_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FZERO_CACHE", "off")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -12,6 +12,7 @@ import builtins
 import copy
 import importlib.machinery
 import importlib.util
+import itertools
 import linecache
 import math
 import re
@@ -256,10 +257,14 @@ PyMODINIT_FUNC PyInit_fzero_kernels(void) {{
 """
 
 
+_loaded = itertools.count()
+
+
 def load_library(path: Path) -> types.ModuleType:
     """The kernels of a library. What follows the library in its file is ignored by the loader."""
-    loader = importlib.machinery.ExtensionFileLoader("fzero_kernels", str(path))
-    spec = importlib.util.spec_from_file_location("fzero_kernels", path, loader=loader)
+    name = f"fzero_{next(_loaded)}.fzero_kernels"  # a name of its own: for one that it knows Python mixes this library's functions into the module loaded last
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
