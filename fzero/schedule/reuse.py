@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fzero.schedule.fusion import Kernels
 
-MOST_KERNELS = 512  # of a function whose kernels are put in another order: beyond that it would take seconds
+MOST_KERNELS = 256  # of a function whose kernels are put in another order: the time grows with the square
 
 Lives = dict[fx.Node, tuple[int, int]]
 """Of each buffer that a function makes: the steps of its first and its last kernel."""
