@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
 from fzero.schedule.memory import Output, output_storages
 
@@ -285,22 +287,24 @@ def _assign(regions: Iterable[_Region]) -> int:
 
     Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020.
     """
-    placed: list[_Region] = []
     ordered = sorted((r for r in regions if r.nbytes), key=lambda r: (-r.nbytes, r.times))
+    # a row for each time that a region placed so far is taken: first and last line, first byte, byte after the last
+    rows, num = np.zeros((4, sum(len(r.times) for r in ordered)), dtype=np.int64), 0
     for region in ordered:
-        meets = sorted((o.offset, o.offset + o.nbytes) for o in placed if _meet(region.times, o.times))
+        first, last, begin, end = rows[:, :num]
+        meet = np.zeros(num, dtype=bool)
+        for a, b in region.times:
+            meet |= (first <= b) & (last >= a)
         at = 0
-        for begin, end in meets:
-            if at + region.nbytes <= begin:
+        for taken, free in sorted(zip(begin[meet].tolist(), end[meet].tolist(), strict=True)):
+            if at + region.nbytes <= taken:
                 break
-            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+            at = max(at, -(-free // ALIGNMENT) * ALIGNMENT)
         region.offset = at
-        placed.append(region)
-    return max((r.offset + r.nbytes for r in placed), default=0)
-
-
-def _meet(one: list[Interval], other: list[Interval]) -> bool:
-    return any(a <= d and c <= b for a, b in one for c, d in other)
+        for a, b in region.times:
+            rows[:, num] = a, b, at, at + region.nbytes
+            num += 1
+    return max((r.offset + r.nbytes for r in ordered), default=0)
 
 
 def _with_functions(program: Program) -> Program:

@@ -8,6 +8,7 @@ wait for each other.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ class _Checker:
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}
-        self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last
+        self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.guards: dict[str, _Guard] = {}
 
     def lines(self, lines: Sequence[Line]) -> None:
@@ -104,8 +105,8 @@ class _Checker:
         span = self.places.get(name)
         if span is None:
             return
-        for owned, owner in self.owners:
-            if owner != name and _meet(owned, span):
+        for _, owner in self.owners[self._on(span)]:
+            if owner != name:
                 self._add(line, f"{name} is read, but {owner} lies on it")
 
     def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
@@ -119,8 +120,12 @@ class _Checker:
         self._own(span, name)
 
     def _own(self, span: Span, name: str) -> None:
-        self.owners = [(s, o) for s, o in self.owners if not _meet(s, span)]
-        self.owners.append((span, name))
+        self.owners[self._on(span)] = [(span, name)]
+
+    def _on(self, span: Span) -> slice:
+        """Whose bytes these are, among the owners."""
+        first = bisect_right(self.owners, span[0], key=lambda owner: owner[0][1])
+        return slice(first, max(first, bisect_left(self.owners, span[1], key=lambda owner: owner[0][0])))
 
     def _span(self, place: Place) -> Span:
         size = self.program.mesh.axis_size(place.part) if place.part else 1

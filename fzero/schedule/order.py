@@ -144,12 +144,15 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
         if line.op != _GATHER:
             out.append(line)
             continue
-        makers = [x for x in out if any(v.name in line.args for v in x.out)]
+        args = set(line.args)
+        makers = [x for x in out if any(v.name in args for v in x.out)]
         carried = [x for x in makers if x.op == "cast" and x.args[0] in state]  # casts of shards travel with their gather
-        rest = [x for x in out if x not in carried]
-        ready = max((i + 1 for i, x in enumerate(rest) if any(v.name in line.args for v in x.out) or set(x.writes) & set(line.args)), default=0)
+        known = set(map(id, carried))  # lines are large to compare
+        rest = [x for x in out if id(x) not in known]
+        makes = {id(x) for x in makers}
+        written = {i for i, x in enumerate(rest) if not args.isdisjoint(x.writes)}
+        ready = max((i + 1 for i, x in enumerate(rest) if id(x) in makes or i in written), default=0)
         blocks = [i for i, x in enumerate(rest) if _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))]
-        written = any(set(x.writes) & set(line.args) for x in rest)
         at = ready if written else max(ready, blocks[max(0, len(blocks) - ahead)] if blocks else len(rest))
         out = [*rest[:at], *carried, line, *rest[at:]]
     return out
