@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
@@ -30,6 +31,18 @@ def no_modes() -> Iterator[None]:
     """Leaves every dispatch mode for the body: work aside, in the middle of a trace."""
     with _disable_current_modes():
         yield
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the exception says it."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def functorch_active() -> bool:

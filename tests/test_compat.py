@@ -275,3 +275,9 @@ def test_collectives_on_gloo(run_ranks, size):
         assert torch.equal(flags, torch.arange(size) == 0)
         assert torch.equal(reduced, (torch.arange(2.0 * size) * size + size * (size - 1) / 2).chunk(size)[rank])
         assert torch.equal(halves, torch.full((2,), float(size), dtype=torch.bfloat16))
+
+
+def test_a_failing_fake_operation_is_quiet(caplog):
+    with compat.FakeTensorMode(), compat.quiet_fake_tensors(), pytest.raises(RuntimeError):
+        torch.ones(2, 3) @ torch.ones(4, 5)
+    assert not caplog.records

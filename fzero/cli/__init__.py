@@ -53,6 +53,8 @@ def _run(args: list[str]) -> int:
         return parse(args).run()
     except SystemExit as stop:  # tyro has said what is wrong, or printed the help
         return stop.code if isinstance(stop.code, int) else 2
-    except (FzeroError, UserError) as error:
+    except BrokenPipeError:
+        raise
+    except (FzeroError, UserError, OSError) as error:  # of the system: a file that cannot be written
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

@@ -53,12 +53,16 @@ class _OfTarget:
     json: Annotated[bool, _FLAG] = False
     """print JSON"""
 
+    @property
+    def budget_bytes(self) -> int | None:
+        return self.budget and parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
+
     def lowered(self) -> tuple[Lowered, Device]:
         """The target lowered for the mesh, and the device that predicts."""
         with _usage():
             mesh = _mesh(self.mesh, self.device)
             device = get_device(self.device, mesh.device_type)
-            budget = None if self.budget is None else parse_bytes(self.budget)
+            budget = self.budget_bytes
         step, params, batch = load(self.target)
         with users_code(self.target):
             return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend), device
@@ -80,18 +84,18 @@ class Plan(_OfTarget):
             lowered, device = self.lowered()
         except BudgetError as error:
             if self.json:
-                print(json_.dumps({"budget": {"bytes": parse_bytes(self.budget), "fits": False, "error": str(error)}}, indent=1))
+                print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": str(error)}}, indent=1))
             raise
         plan = lowered.plan_on(device, self.backend)
         if self.trace is not None:
             plan.save_trace(self.trace)
         if self.picture is not None:
-            plan.save_picture(self.picture, self.budget)
+            plan.save_picture(self.picture, self.budget_bytes)
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan), indent=1))
         else:
             report.print_plan(lowered, plan)
-        return 0 if self.budget is None or fits(plan, self.budget) else 1
+        return 0 if self.budget_bytes is None or fits(plan, self.budget_bytes) else 1
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def _usage() -> Iterator[None]:
     """What is wrong with a flag is a `UsageError`."""
     try:
         yield
-    except FzeroError as error:
+    except (FzeroError, OSError) as error:
         raise UsageError(str(error)) from None
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from fzero import compat
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.step import EvalStep, Step
 
 _RETURNS = "return (step, params, batch): a step with its transforms; its parameters, a pytree of (meta) tensors or an init function; one rank's batch"
-_OURS = str(Path(__file__).parents[1])
+_OURS = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -60,7 +61,7 @@ def users_code(target: str) -> Iterator[None]:
     """Runs the user's code as a script without arguments: what it prints goes to stderr, what it raises becomes a `UserError`."""
     before, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), compat.quiet_fake_tensors():
             yield
     except (FzeroError, KeyboardInterrupt, BrokenPipeError):
         raise
@@ -146,7 +147,7 @@ def _needed(fn: Callable[..., Any]) -> list[str]:
 
 
 def _near(name: str, names: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5)
+    return difflib.get_close_matches(name, sorted(names), n=3)
 
 
 def _kind(value: Any) -> str:
@@ -175,10 +176,12 @@ def _own_traceback(error: BaseException) -> str | None:
 
 
 def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Without frames of fzero, and of what these call (torch, the import system) until the user's code is reached again."""
-    kept, ours = [], True
-    for frame in stack:
-        ours = frame.filename.startswith((_OURS, "<frozen importlib")) or (ours and frame.filename.startswith(_TORCH))
-        if not ours:
-            kept.append(frame)
-    return kept
+    """Without frames of fzero and of the import system, and without those of torch beside them: what they call, and how they are called."""
+    frames = list(stack)
+    ours = [f.filename.startswith(_OURS) for f in frames]
+    torch_ = [f.filename.startswith(_TORCH) for f in frames]
+    for order in (range(1, len(frames)), range(len(frames) - 2, -1, -1)):
+        for i in order:
+            beside = i - order.step
+            ours[i] = ours[i] or (torch_[i] and ours[beside])
+    return [f for f, hidden in zip(frames, ours, strict=True) if not hidden]
