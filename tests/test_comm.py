@@ -106,7 +106,7 @@ def open_files() -> int:
 
 
 def test_nothing_stays_open(run_ranks: Any) -> None:
-    assert run_ranks(2, open_files) == [0, 0]
+    assert max(run_ranks(2, open_files)) <= 0  # fewer, where an earlier test's are closed meanwhile
 
 
 def leaves_early() -> None:
