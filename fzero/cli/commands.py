@@ -55,7 +55,7 @@ class _OfTarget:
 
     @property
     def budget_bytes(self) -> int | None:
-        return self.budget and parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
+        return None if self.budget is None else parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
 
     def lowered(self) -> tuple[Lowered, Device]:
         """The target lowered for the mesh, and the device that predicts."""

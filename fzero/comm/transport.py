@@ -11,7 +11,9 @@ from fzero.mesh import Mesh
 
 def transport(mesh: Mesh) -> ProcessGroups | SharedMemory:
     """The transport of a mesh, made on first use, by all its ranks together: shared memory where they are CPU processes of one host."""
-    if mesh.transport is None:
+    found = mesh.transport
+    if found is None:
         shared = mesh.size > 1 and mesh.shared_memory and mesh.device.type == "cpu" and hasattr(os, "eventfd")
-        object.__setattr__(mesh, "transport", (connect(mesh) if shared else None) or ProcessGroups(mesh))
-    return mesh.transport
+        found = (connect(mesh) if shared else None) or ProcessGroups(mesh)
+        object.__setattr__(mesh, "transport", found)
+    return found

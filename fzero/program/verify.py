@@ -185,4 +185,3 @@ def _arrives(start: Line, placement: Placement) -> Placement:
         return WHOLE
     left = tuple(a for a in placement.partial if a not in axes)
     return Placement("shard", axes, left) if start.op == "reduce_scatter_start" else replace(placement, partial=left)
-
