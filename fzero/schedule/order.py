@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from fzero.program.ir import TRANSFERS, Line, Program, Value, transfer_bytes
 
@@ -139,22 +140,33 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
     """
     gathers = {v.name for x in lines if x.op == _GATHER for v in x.out}
     gathered = {v.name for x in lines if x.op == "wait" and x.args[0] in gathers for v in x.out}
+    number = {id(x): i for i, x in enumerate(lines)}
+    made: dict[str, Line] = {}
+    writers: dict[str, list[Line]] = {}
     out: list[Line] = []
+
+    def starts_block(x: Line) -> bool:
+        return _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))
+
     for line in lines:
-        if line.op != _GATHER:
+        if line.op == _GATHER:
+            makers = {id(made[a]): made[a] for a in line.args if a in made}.values()
+            carried = [x for x in makers if x.op == "cast" and x.args[0] in state]  # casts of shards travel with their gather
+            carried.sort(key=lambda x: number[id(x)])
+            moved = set(map(id, carried))
+            rest = [x for x in out if id(x) not in moved]
+            written = {id(x) for a in line.args for x in writers.get(a, ())}
+            needed = written | set(map(id, makers)) - moved
+            at = max((i + 1 for i, x in enumerate(rest) if id(x) in needed), default=0) if needed else 0
+            if not written:
+                latest = islice((i for i in range(len(rest) - 1, -1, -1) if starts_block(rest[i])), ahead)
+                at = max(at, min(latest, default=len(rest)))
+            out = [*rest[:at], *carried, line, *rest[at:]]
+        else:
             out.append(line)
-            continue
-        args = set(line.args)
-        makers = [x for x in out if any(v.name in args for v in x.out)]
-        carried = [x for x in makers if x.op == "cast" and x.args[0] in state]  # casts of shards travel with their gather
-        known = set(map(id, carried))  # lines are large to compare
-        rest = [x for x in out if id(x) not in known]
-        makes = {id(x) for x in makers}
-        written = {i for i, x in enumerate(rest) if not args.isdisjoint(x.writes)}
-        ready = max((i + 1 for i, x in enumerate(rest) if id(x) in makes or i in written), default=0)
-        blocks = [i for i, x in enumerate(rest) if _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))]
-        at = ready if written else max(ready, blocks[max(0, len(blocks) - ahead)] if blocks else len(rest))
-        out = [*rest[:at], *carried, line, *rest[at:]]
+        made.update((v.name, line) for v in line.out)
+        for name in line.writes:
+            writers.setdefault(name, []).append(line)
     return out
 
 
