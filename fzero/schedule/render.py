@@ -170,7 +170,7 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
     if path.suffix not in (".png", ".svg"):
         raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
         raise FzeroValueError(message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")) from error
     scale, unit = _unit(max(plan.peak_bytes, budget or 0))
