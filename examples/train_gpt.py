@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/train_gpt.py                      # about two minutes on two CPU cores
 torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
 python examples/train_gpt.py --print-program --steps 1                 # one process, no process group
+fzero plan examples/train_gpt.py:plan_target --mesh data=8             # what a step costs each of 8 ranks
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def init_gpt(key, *, layers, width):
 # --- The run ---
 
 
-def run(args: argparse.Namespace) -> None:
-    mesh = fz.make_mesh()  # all processes along one axis, `data`
+def training(args: argparse.Namespace):
+    """The training step with its transforms, those that evaluations share, the function that makes its parameters, and its learning rate."""
 
     def init(key):
         return init_gpt(key, layers=args.layers, width=args.width)
@@ -94,18 +95,33 @@ def run(args: argparse.Namespace) -> None:
     def loss_fn(params, batch):
         return gpt(params, *batch, heads=args.heads)
 
+    schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
+    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
+    zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
+    spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype))
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw))
+    return fz.compose(spread, fz.accumulate(args.accumulate), fz.remat("min_cut"))(step), spread, init, schedule
+
+
+def plan_target():
+    """What `fzero plan` and `fzero show` are about: the step by default flags, with that batch on every rank."""
+    args = parse_args(None)
+    step, _, init, _ = training(args)
+    tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
+    return step, init, (tokens, tokens)
+
+
+def run(args: argparse.Namespace) -> None:
+    mesh = fz.make_mesh()  # all processes along one axis, `data`
+    step, spread, init, schedule = training(args)
+
     def validation_loss(params, tokens, targets):
         return fz.weighted(gpt(params, tokens, targets, heads=args.heads) * targets.numel(), targets.numel())  # a mean over all ranks
 
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
-    schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
-    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
-    zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
-    spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype))
-    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw))
-    train = fz.compile(fz.compose(spread, fz.accumulate(args.accumulate), fz.remat("min_cut"))(step), mesh, backend=args.backend)
+    train = fz.compile(step, mesh, backend=args.backend)
     validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")  # the same transforms, forward only;
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 

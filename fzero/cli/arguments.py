@@ -17,8 +17,9 @@ tensors or an init function; one rank's batch. MODULE is a dotted module or the 
 _EXAMPLES = {
     "plan": """
 examples:
-  fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h100 --budget 80GB
+  fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h200 --budget 141GB
   fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
+
 exit code: 0; 1 if it does not fit the budget; 2 for flags or a target that cannot be meant""",
     "show": """
 examples:

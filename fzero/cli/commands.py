@@ -60,9 +60,11 @@ class _OfTarget:
     def lowered(self) -> tuple[Lowered, Device]:
         """The target lowered for the mesh, and the device that predicts."""
         with _usage():
-            mesh = _mesh(self.mesh, self.device)
-            device = get_device(self.device, mesh.device_type)
-            budget = self.budget_bytes
+            axes, budget = _axes(self.mesh), self.budget_bytes
+            cuda = torch.cuda.is_available()
+            device = get_device(self.device, "cuda" if cuda else "cpu")
+            # a program is recorded with the operators of devices that are here; those of a CPU stand for any
+            mesh = AbstractMesh(device_type="cuda" if cuda and device.asynchronous else "cpu", **axes)
         step, params, batch = load(self.target)
         with users_code(self.target):
             return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend), device
@@ -107,10 +109,11 @@ class Show(_OfTarget):
 
     def run(self) -> int:
         program = self.lowered()[0].program
+        text = show(program, fold=not self.flat)
         if self.json:
-            print(json_.dumps(report.program_data(program), indent=1))
+            print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))
         else:
-            report.print_program(show(program, fold=not self.flat))
+            report.print_program(text)
         return 0
 
 
@@ -162,20 +165,21 @@ def _usage() -> Iterator[None]:
     """What is wrong with a flag is a `UsageError`."""
     try:
         yield
-    except (FzeroError, OSError) as error:
+    except FzeroError as error:
         raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(message("flags", str(error))) from None
 
 
-def _mesh(axes: tuple[str, ...], device: str | None) -> AbstractMesh:
-    """The mesh of `AXIS=SIZE ...`, of the devices that this machine can trace for."""
-    pairs = [a.partition("=") for a in axes]
+def _axes(mesh: tuple[str, ...]) -> dict[str, int]:
+    """Names and sizes from `AXIS=SIZE ...`."""
+    pairs = [a.partition("=") for a in mesh]
     problems = [f"{axis}{equals}{size}: a size is a whole number" for axis, equals, size in pairs if not (axis and size.isdecimal())]
     names = [axis for axis, _, _ in pairs]
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:
         raise UsageError(message("mesh", "--mesh wants axes with their sizes", problems, "e.g. --mesh data=8, or --mesh replica=2 data=4"))
-    device_type = "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
-    return AbstractMesh(device_type=device_type, **{axis: int(size) for axis, _, size in pairs})
+    return {axis: int(size) for axis, _, size in pairs}
 
 
 def _check_files(**files: Path | None) -> None:

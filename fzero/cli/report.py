@@ -26,14 +26,14 @@ def print_plan(lowered: Lowered, plan: Plan) -> None:
     if lowered.budget is None:
         return _print(tables(plan))
     size, spare = as_bytes(lowered.budget.nbytes), as_bytes(lowered.budget.nbytes - plan.peak_bytes)
-    chosen = Table(f"chosen within {size}", ("", "", ""), _chosen(lowered))
+    chosen = Table("what the budget chose", (f"within {size}", "", ""), _chosen(lowered))
     return _print([*tables(plan), chosen], f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
 
 
 def print_program(text: str) -> None:
     console = Console()
     if console.is_terminal:
-        syntax = Syntax("", "python", background_color="default")
+        syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # of the terminal's own colours
         console.print(syntax.highlight(text), soft_wrap=True, end="")
     else:
         sys.stdout.write(text)
@@ -46,7 +46,7 @@ def print_device(device: Device) -> None:
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
     rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
-    machine = ", ".join(f"{n} {what}" for what in ("cores", "threads") if (n := device.machine.get(what)))
+    machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
     _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
 
 
@@ -80,7 +80,6 @@ def program_data(program: Program) -> dict[str, Any]:
         "pool_bytes": program.pool_bytes,
         "leaves": leaves,
         "lines": lines,
-        "program": str(program),
     }
 
 
@@ -106,8 +105,7 @@ def _chosen(lowered: Lowered) -> list[tuple[str, str, str]]:
         rows.append(("gradients", "whole" if choice.whole_grads else "shards", how))
     rows.append(("shared gathers", str(order.shared), "serve the forward and the backward of a block"))
     rows.append(("ahead", str(order.ahead), "blocks that a gather starts before it is needed"))
-    together = "what sends less travels with its neighbours" if order.coalesced else "no transfer is small enough to travel with others"
-    rows.append(("coalesced", as_bytes(order.coalesced), together))
+    rows.append(("coalesced", as_bytes(order.coalesced), "transfers that send less than this travel together"))
     return rows
 
 
