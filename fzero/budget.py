@@ -83,7 +83,8 @@ def unmet(found: Plan, nbytes: int, advice: Sequence[str] = ()) -> BudgetError:
         f"there: {roles}",
         *advice,
     ]
-    return BudgetError(message("memory_budget", "the step does not fit", problems, "apply what lowers it most, use a smaller batch, or raise the budget"))
+    fix = f"{'apply what lowers it most, ' if advice else ''}use a smaller batch, or raise the budget"
+    return BudgetError(message("memory_budget", "the step does not fit", problems, fix))
 
 
 def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:

@@ -183,22 +183,24 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     try:
         program, choice = choose(build, choice, budget, auto=policy == "auto", loops=num_micro > 1)
     except BudgetError:
-        raise unmet(plan(build(choice), budget.device, backend=budget.backend), budget.nbytes, _advice(step, mesh, params, batch, budget)) from None
+        least = plan(build(choice), budget.device, backend=budget.backend)
+        raise unmet(least, budget.nbytes, _advice(step, mesh, params, batch, budget, least.peak_bytes)) from None
     return Lowered(program, params, opt_state, batch, structure, budget, choice)
 
 
-def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget) -> list[str]:
-    """What the peak would be with one transform more, the lowest first."""
+def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:
+    """What the peak would be with one transform more, the lowest first, of those that lower it."""
     peaks: dict[str, int] = {}
     for transform in _candidates(step, mesh):
         try:
             more = transform(step)
+            if more == step:
+                continue
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
         except FzeroError:  # one that contradicts what is there, or cannot be had with this batch
             continue
-        if more != step:
-            peaks[str(transform)] = found.plan_on(budget.device, budget.backend).peak_bytes
-    return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3]]
+        peaks[str(transform)] = found.plan_on(budget.device, budget.backend).peak_bytes
+    return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3] if n < peak]
 
 
 def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:
