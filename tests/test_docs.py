@@ -2,7 +2,8 @@
 
 A page is one program. Its ```python blocks run one after the other in one namespace, on one process, in an empty directory. A ```text block
 that follows one directly is what that block prints; a block that prints must be followed by one. After a change that is meant to change what
-is printed, `python tests/test_docs.py` writes the new output into the pages.
+is printed, `python tests/test_docs.py` writes the new output into the pages. So are ```sh blocks of `fzero` commands that a ```text block
+follows, in the repository's root, with what they say on stderr.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import doctest
 import io
 import os
 import re
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import fzero as fz
+from fzero.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -50,21 +53,26 @@ def blocks(page: str) -> list[Block]:
 
 
 def run(path: Path) -> list[tuple[Block, str, Block | None]]:
-    """Every Python block of a page with what it printed and the block that says what it should."""
+    """Every Python block of a page, and every command, with what it printed and the block that says what it should."""
     page = path.read_text()
     all_blocks = blocks(page)
     namespace = {"__name__": "docs"}
     out = []
     for number, block in enumerate(all_blocks):
         after = all_blocks[number + 1] if number + 1 < len(all_blocks) else None
-        if block.language != "python":
+        answered = after is not None and after.directly and after.language == "text"
+        command = block.language == "sh" and answered and block.text.startswith("fzero ")
+        if block.language != "python" and not command:
             continue
-        code = compile("\n" * page.count("\n", 0, block.start) + block.text, str(path), "exec")
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, namespace)
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed) if command else contextlib.nullcontext():
+            if command:
+                with contextlib.chdir(ROOT):
+                    main(shlex.split(block.text)[1:])
+            else:
+                exec(compile("\n" * page.count("\n", 0, block.start) + block.text, str(path), "exec"), namespace)
         text = printed.getvalue().rstrip("\n")
-        out.append((block, f"{text}\n" if text else "", after if after is not None and after.directly and after.language == "text" else None))
+        out.append((block, f"{text}\n" if text else "", after if answered else None))
     return out
 
 
