@@ -33,6 +33,12 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def trace_device(device_type: str) -> str:
+    """The type of device on which fake tensors of a mesh are recorded: without one of the mesh's own here, the operators of a CPU stand for its.
+    A build of torch without CUDA aborts the process when its autograd meets a CUDA tensor."""
+    return device_type if device_type == "cpu" or torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the exception says it."""

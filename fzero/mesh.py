@@ -26,6 +26,12 @@ AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 class AbstractMesh:
     """Axis names and sizes without devices.
 
+    Args:
+        device_type: "cpu" or "cuda".
+        shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do here: what one has read is
+            known later, so a program's pool is larger.
+        **axes: the size of each axis.
+
     Example:
         >>> AbstractMesh(data=8).size
         8
@@ -33,10 +39,12 @@ class AbstractMesh:
 
     axes: dict[str, int]
     device_type: str = "cpu"
+    shared_memory: bool = True
 
-    def __init__(self, *, device_type: str = "cpu", **axes: int):
+    def __init__(self, *, device_type: str = "cpu", shared_memory: bool | None = None, **axes: int):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device_type)
+        object.__setattr__(self, "shared_memory", device_type == "cpu" if shared_memory is None else shared_memory)
 
     @property
     def size(self) -> int:
@@ -51,12 +59,13 @@ class AbstractMesh:
 
     def __eq__(self, other: object) -> bool:
         """Same axes in the same order, which is that of the ranks, on the same type of device."""
-        if type(other) is not type(self):
-            return NotImplemented
-        return tuple(self.axes.items()) == tuple(other.axes.items()) and self.device_type == other.device_type
+        return self._key() == other._key() if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash((tuple(self.axes.items()), self.device_type))
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return *self.axes.items(), self.device_type, self.shared_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +76,6 @@ class Mesh(AbstractMesh):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
-    shared_memory: bool = False  # whether all ranks are on this host and may read each other's buffers
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
     gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
 
@@ -191,7 +199,7 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     gathers = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)) if device == "cuda" else None
-    return Mesh(axes, rank, where, grid, timeout, shared_memory and locals_ == world, gathers)
+    return Mesh(axes, rank, where, grid, timeout, device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd"), gathers)
 
 
 def _keep_freed_memory() -> None:

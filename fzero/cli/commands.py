@@ -61,10 +61,8 @@ class _OfTarget:
         """The target lowered for the mesh, and the device that predicts."""
         with _usage():
             axes, budget = _axes(self.mesh), self.budget_bytes
-            cuda = torch.cuda.is_available()
-            device = get_device(self.device, "cuda" if cuda else "cpu")
-            # a program is recorded with the operators of devices that are here; those of a CPU stand for any
-            mesh = AbstractMesh(device_type="cuda" if cuda and device.asynchronous else "cpu", **axes)
+            device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
+            mesh = AbstractMesh(device_type="cuda" if device.asynchronous else "cpu", **axes)
         step, params, batch = load(self.target)
         with users_code(self.target):
             return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend), device

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from fzero.comm.collectives import ProcessGroups
 from fzero.comm.shared import SharedMemory, connect
 from fzero.mesh import Mesh
@@ -13,7 +11,6 @@ def transport(mesh: Mesh) -> ProcessGroups | SharedMemory:
     """The transport of a mesh, made on first use, by all its ranks together: shared memory where they are CPU processes of one host."""
     found = mesh.transport
     if found is None:
-        shared = mesh.size > 1 and mesh.shared_memory and mesh.device.type == "cpu" and hasattr(os, "eventfd")
-        found = (connect(mesh) if shared else None) or ProcessGroups(mesh)
+        found = (connect(mesh) if mesh.shared_memory else None) or ProcessGroups(mesh)
         object.__setattr__(mesh, "transport", found)
     return found

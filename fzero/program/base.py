@@ -129,7 +129,7 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
         scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
         return [*(summable(s) for s in scalars), *(g for g in grads if g is not None)]
 
-    return run_traced("train_step", loss_and_grads, places, t.mesh.device_type, t.loss_fn), made[0]
+    return run_traced("train_step", loss_and_grads, places, compat.trace_device(t.mesh.device_type), t.loss_fn), made[0]
 
 
 def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
@@ -164,7 +164,7 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         leaves, made["means"] = flatten_means(result)
         return [summable(x) if made["means"].summed[j] else x.detach() for j, x in enumerate(leaves)]
 
-    graph = run_traced("eval_step", outputs_of, places, mesh.device_type, fn)
+    graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn)
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
@@ -182,7 +182,7 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         total, count = next(it), next(it)
         mode = compat.FakeTensorMode()
         with mode:
-            pair = [torch.empty((), dtype=dtypes[n], device=mesh.device_type) for n in (total, count)]
+            pair = [torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)]
             graph = record(lambda a, b: [a / b], pair, owner="eval_step", names=["total", "count"])
         results.append(names("mean"))
         value = Value(results[-1], (), torch.promote_types(dtypes[total], dtypes[count]))
@@ -380,7 +380,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
         return [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct), *flat]
 
     with mode:
-        fakes = [torch.empty(shape, dtype=dtype, device=t.mesh.device_type) for _, shape, dtype in places]
+        fakes = [torch.empty(shape, dtype=dtype, device=compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
         recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
     targets = ["step", *(params.leaves[i].path for i in trained), *(opt_state.leaves[i].path for i in opt_state.distinct)]
     returned = recorded.outputs

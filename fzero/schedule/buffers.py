@@ -9,7 +9,8 @@ reduced, and the peak is known.
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another may still be reading. It has
 read all it needs once a later transfer over the same axis, started after that wait, has arrived: every rank starts its transfers in the same order.
 Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own. But the last wait in a
-loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again.
+loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
+copies: what they were sent is free with the wait.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class _Placer:
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
-        self.together = {(self.lines[w][1], axes): w for _, w, axes in sorted(self.starts, key=lambda t: t[1]) if self.lines[w][1] is not None}
+        ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
+        self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
         self.slots: dict[str, _Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[_Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
@@ -238,7 +240,10 @@ class _Placer:
         return self.lines[one][1] == self.lines[other][1]
 
     def _take(self, region: _Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
-        """Takes a region from `first` until both its last reader here and the other ranks' reads at their wait are done."""
+        """Takes a region from `first` until both its last reader here and, where memory is shared, the other ranks' reads at their wait are done."""
+        if not self.mesh.shared_memory:
+            region.times.append((first, last))
+            return
         later = [w for start, w, over in self.starts if start > wait and over == axes and self._same_loop(w, wait)]
         span = self.lines[wait][1]
         if span is not None:

@@ -1,7 +1,7 @@
 """The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by how places were chosen.
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
-it reads or fills, and what other ranks read stays as it is until they are known to have read it ([Note: release] in schedule/buffers.py).
+it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/buffers.py).
 No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no order in which ranks
 wait for each other.
 """
@@ -34,7 +34,7 @@ def check(program: Program) -> Program:
 
 @dataclass(eq=False)
 class _Guard:
-    """Bytes that a transfer reads or fills, until its wait, and those other ranks read, until they are known to have."""
+    """Bytes that a transfer reads or fills, until its wait, and those that other ranks read from memory they share, until they are known to have."""
 
     line: Line
     spans: list[Span]
@@ -97,6 +97,8 @@ class _Checker:
                 self._write(line, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
+        if not self.program.mesh.shared_memory:
+            released.append(name)
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
         self.guards = {n: g for n, g in self.guards.items() if n not in released}
