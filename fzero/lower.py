@@ -51,18 +51,19 @@ class Lowered:
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
     budget: Budget | None = None
     choice: Choice = field(default_factory=Choice)  # what the budget chose
+    device: Device | None = None  # that `plan` is for, and its backend
+    backend: str = "inductor"
 
     def __str__(self) -> str:
         return str(self.program)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend of the budget if there is one, else on
-        this machine's device as the inductor backend builds it."""
-        return self.plan_on() if self.budget is None else self.plan_on(self.budget.device, self.budget.backend)
+        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it was lowered for."""
+        return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
-        """As `plan`, for a device: its rates, or the name of a known one ("h100", …) or of a calibration file."""
+        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or of a calibration file."""
         return plan(self.program, device, backend=backend)
 
 
@@ -85,8 +86,9 @@ def lower(
         batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
             most two blocks' parameters whole.
-        device: whose rates predict; see `Lowered.plan_on`.
-        backend: that the budget is for.
+        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
+            is one of such devices. By default this machine's, or the mesh's.
+        backend: likewise.
 
     Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
 
@@ -107,12 +109,11 @@ def lower(
     if callable(params):
         params = abstract(params)
     check_params(params)
-    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), _device(device, mesh), backend)
-    return lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget)
-
-
-def _device(device: Device | str | None, mesh: AbstractMesh) -> Device:
-    return device if isinstance(device, Device) else get_device(device, mesh.device_type)
+    rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
+    if device is not None and type(mesh) is AbstractMesh:
+        mesh = AbstractMesh(device_type="cuda" if rates.asynchronous else "cpu", **mesh.axes)
+    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
+    return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
 
 
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
@@ -125,8 +126,8 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute)
         program = _ordered(verify(spread.rewrite(replace(program, transforms=step.transforms), zero)), Order())
         lowered = Lowered(program, params, None, batch, structure, budget)
-        if budget is not None and lowered.plan.peak_bytes > budget.nbytes:
-            raise unmet(lowered.plan, budget.nbytes)
+        if budget is not None and (found := lowered.plan_on(budget.device, budget.backend)).peak_bytes > budget.nbytes:
+            raise unmet(found, budget.nbytes)
         return lowered
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
