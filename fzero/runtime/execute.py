@@ -129,8 +129,8 @@ def _range(mesh: Mesh, numel: int, axis: str) -> tuple[int, int, int]:
 
 
 def _assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    for old, new in zip(targets, sources, strict=True):
+        old.copy_(new)
 
 
 def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor]) -> torch.Tensor:
