@@ -111,7 +111,8 @@ def lower(
     check_params(params)
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
     if device is not None and type(mesh) is AbstractMesh:
-        mesh = AbstractMesh(device_type="cuda" if rates.asynchronous else "cpu", **mesh.axes)
+        axes: dict[str, Any] = mesh.axes
+        mesh = AbstractMesh(device_type="cuda" if rates.asynchronous else "cpu", **axes)
     budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
     return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
 

@@ -309,8 +309,8 @@ def test_attention_has_a_rate_of_its_own():
 def test_a_program_of_a_thousand_layers_costs_as_many_times_what_two_do():
     program = gpt(layers=2)
     deep = dataclasses.replace(program, lines=program.lines * 500)
-    total = lambda p: sum(times * cost.seconds(line, p, DEVICE) for line, times in p.walk())
-    assert total(deep) == pytest.approx(500 * total(program))
+    few, many = (sum(times * cost.seconds(line, p, DEVICE) for line, times in p.walk()) for p in (program, deep))
+    assert many == pytest.approx(500 * few)
     assert cost.hardware_flops(deep) == 500 * cost.hardware_flops(program)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
@@ -60,7 +60,8 @@ class _OfTarget:
     def lowered(self) -> Lowered:
         """The target lowered for the mesh and the device that predicts."""
         with _usage():
-            mesh, budget = AbstractMesh(**_axes(self.mesh)), self.budget_bytes
+            axes: dict[str, Any] = _axes(self.mesh)
+            mesh, budget = AbstractMesh(**axes), self.budget_bytes
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
         step, params, batch = load(self.target)
         with users_code(self.target):
