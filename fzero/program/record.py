@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.results import Results
 
 aten = torch.ops.aten
 
@@ -61,6 +62,7 @@ class Recorder(compat.TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._paused = False
+        self._results = Results()
 
     def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -125,7 +127,7 @@ class Recorder(compat.TorchDispatchMode):
             return out
         node_args, node_kwargs = self._nodes_in((args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
             raise TraceError(
                 message(
