@@ -26,6 +26,7 @@ from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.names import apart
 from fzero.program.record import record
+from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
 from fzero.program.verify import verify
@@ -242,8 +243,9 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
     the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
-    with compat.FakeTensorMode():
-        whole = params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype) for i in params.distinct})
+    mode = compat.FakeTensorMode()
+    whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
+    with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
     wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
@@ -253,8 +255,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     leaves = []
     for path, x in zip(tree.paths(state, "opt_state"), flat, strict=True):
         leaf = Leaf(path, "opt_state", tuple(x.shape), Layout(x.dtype))
-        mirrored = [s for s, p in by_path.items() if path.endswith(s) and p.shape == leaf.shape]
-        param = by_path[max(mirrored, key=len)] if mirrored else None
+        endings = (by_path.get(path[i:]) for i in range(len(path) + 1))  # the longest first
+        param = next((p for p in endings if p is not None and p.shape == leaf.shape), None)
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if param is not None and zero.opt_state(param) else leaf)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 

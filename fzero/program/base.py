@@ -379,8 +379,8 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
         info["paths"] = tree.names(metrics)
         return [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct), *flat]
 
+    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
     with mode:
-        fakes = [torch.empty(shape, dtype=dtype, device=compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
         recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
     targets = ["step", *(params.leaves[i].path for i in trained), *(opt_state.leaves[i].path for i in opt_state.distinct)]
     returned = recorded.outputs

@@ -27,6 +27,7 @@ aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,6 @@ class Recorder(compat.TorchDispatchMode):
         self._source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
-        self._paused = False
         self._results = Results()
 
     def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
@@ -100,18 +100,9 @@ class Recorder(compat.TorchDispatchMode):
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Runs operations without writing them down."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or func is torch.ops.prim.device.default:  # autograd asks a leaf for its device where nothing may be raised
+        if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         if _draws(func, args, kwargs):
             raise TraceError(

@@ -36,6 +36,17 @@ class Results:
         return out
 
 
+class Remembering(compat.TorchDispatchMode):
+    """For running a function on fake tensors without recording it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results = Results()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._results(func, args, kwargs or {})
+
+
 @functools.cache
 def _depends_on_metadata(func: Any) -> bool:
     """Whether an operator is one of PyTorch's own that returns new tensors: a view shares its argument's memory, and another's rule may be anything."""

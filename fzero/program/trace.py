@@ -66,8 +66,7 @@ def run_traced(
     """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
-    with mode:
-        fakes = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in inputs]
+    fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
         recorder.input(fake, f"in_{i}").meta["name"] = name
     versions = [f._version for f in fakes]

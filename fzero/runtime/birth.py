@@ -33,8 +33,9 @@ def from_function(init_fn: Callable[..., Any], key: torch.Tensor, inputs: Inputs
 def opt_state(step: Step, params: Inputs, opt: Inputs, made: dict[int, torch.Tensor], mesh: Mesh) -> dict[int, torch.Tensor]:
     """The leaves of `optimizer.init(params)` as they rest on this rank, by position."""
     places = params.distinct
-    with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device=mesh.device_type) for i in places]
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
+    with mode:
 
         def run(*xs: torch.Tensor) -> list[torch.Tensor]:
             whole = params.rebuild(dict(zip(places, xs, strict=True)))
