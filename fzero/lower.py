@@ -25,7 +25,7 @@ from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.names import apart
-from fzero.program.record import record
+from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
@@ -280,6 +280,11 @@ def abstract_params(params: Inputs) -> Any:
 
 def abstract(init_fn: Any) -> Any:
     """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
+    return recorded(init_fn)[0]
+
+
+def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
+    """As `abstract`, and the function itself, recorded: it returns the leaves of that tree."""
     check_init(init_fn)
     made: dict[str, Any] = {}
 
@@ -291,7 +296,7 @@ def abstract(init_fn: Any) -> Any:
         return flat
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        graph = record(run, [torch.empty(3, dtype=torch.int64)], owner="init", names=["key"], source=init_fn)
+        graph = record(run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn)
     returned = graph.outputs
     metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
-    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]])
+    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]]), graph

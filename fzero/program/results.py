@@ -49,8 +49,8 @@ class Remembering(compat.TorchDispatchMode):
 
 @functools.cache
 def _depends_on_metadata(func: Any) -> bool:
-    """Whether an operator is one of PyTorch's own that returns new tensors: a view shares its argument's memory, and another's rule may be anything."""
-    return func.namespace == "aten" and not func.is_view and not func._schema.is_mutable and func not in _SHARING
+    """Whether an operator is PyTorch's or ours and returns new tensors: a view shares its argument's memory, and the rule of others may be anything."""
+    return func.namespace in ("aten", "fzero") and not func.is_view and not func._schema.is_mutable and func not in _SHARING
 
 
 _SHARING = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
