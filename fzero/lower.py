@@ -25,7 +25,8 @@ from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.names import apart
-from fzero.program.record import record
+from fzero.program.record import Recorded, record
+from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
 from fzero.program.verify import verify
@@ -244,8 +245,9 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
     the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
-    with compat.FakeTensorMode():
-        whole = params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype) for i in params.distinct})
+    mode = compat.FakeTensorMode()
+    whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
+    with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
     wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
@@ -255,8 +257,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     leaves = []
     for path, x in zip(tree.paths(state, "opt_state"), flat, strict=True):
         leaf = Leaf(path, "opt_state", tuple(x.shape), Layout(x.dtype))
-        mirrored = [s for s, p in by_path.items() if path.endswith(s) and p.shape == leaf.shape]
-        param = by_path[max(mirrored, key=len)] if mirrored else None
+        endings = (by_path.get(path[i:]) for i in range(len(path) + 1))  # the longest first
+        param = next((p for p in endings if p is not None and p.shape == leaf.shape), None)
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if param is not None and zero.opt_state(param) else leaf)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
@@ -280,6 +282,11 @@ def abstract_params(params: Inputs) -> Any:
 
 def abstract(init_fn: Any) -> Any:
     """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
+    return recorded(init_fn)[0]
+
+
+def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
+    """As `abstract`, and the function itself, recorded: it returns the leaves of that tree."""
     check_init(init_fn)
     made: dict[str, Any] = {}
 
@@ -291,7 +298,7 @@ def abstract(init_fn: Any) -> Any:
         return flat
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        graph = record(run, [torch.empty(3, dtype=torch.int64)], owner="init", names=["key"], source=init_fn)
+        graph = record(run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn)
     returned = graph.outputs
     metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
-    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]])
+    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]]), graph

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
-from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, zero_of
+from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, recorded, zero_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -105,13 +105,16 @@ class CompiledStep(_Compiled):
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
-        if not callable(params):
+        graph = None
+        if callable(params):
+            params, graph = recorded(params, self.mesh.device_type)
+        else:
             check_params(params)
-        inputs = params_inputs(self.step, self.mesh, abstract(params) if callable(params) else params)
+        inputs = params_inputs(self.step, self.mesh, params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         self._check_rest(inputs, opt_inputs)
-        if callable(params):
-            made = birth.from_function(params, key, inputs, self.mesh)
+        if graph is not None:
+            made = birth.from_function(graph, key, inputs, self.mesh)
         else:
             flat = tree.leaves(params)
             made = {i: shard(flat[i], inputs.leaves[i], self.mesh) for i in inputs.distinct}
