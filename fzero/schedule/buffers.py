@@ -16,9 +16,11 @@ copies: what they were sent is free with the wait.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -91,6 +93,14 @@ class _Placer:
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
+        # of each loop and axis the starts, and the first wait of any transfer from that start on
+        self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
+        for start, wait, axes in self.starts:
+            starts, waits = self.arrivals.setdefault((self.lines[wait][1], axes), ([], []))
+            starts.append(start)
+            waits.append(wait)
+        for _, waits in self.arrivals.values():
+            waits[:] = reversed(list(accumulate(reversed(waits), min)))
         self.slots: dict[str, _Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[_Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
@@ -244,11 +254,13 @@ class _Placer:
         if not self.mesh.shared_memory:
             region.times.append((first, last))
             return
-        later = [w for start, w, over in self.starts if start > wait and over == axes and self._same_loop(w, wait)]
         span = self.lines[wait][1]
+        starts, arrivals = self.arrivals.get((span, axes), ([], []))
+        later = bisect_right(starts, wait)
+        read = arrivals[later] if later < len(arrivals) else len(self.lines)
         if span is not None:
-            later.append(self.together[span, axes])
-        region.times.append((first, max(last, min(later, default=len(self.lines)))))
+            read = min(read, self.together[span, axes])
+        region.times.append((first, max(last, read)))
 
 
 class _Views:
@@ -300,12 +312,11 @@ def _assign(regions: Iterable[_Region]) -> int:
         meet = np.zeros(num, dtype=bool)
         for a, b in region.times:
             meet |= (first <= b) & (last >= a)
-        at = 0
-        for taken, free in sorted(zip(begin[meet].tolist(), end[meet].tolist(), strict=True)):
-            if at + region.nbytes <= taken:
-                break
-            at = max(at, -(-free // ALIGNMENT) * ALIGNMENT)
-        region.offset = at
+        begin, end = begin[meet], end[meet]
+        upward = np.argsort(begin)
+        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // ALIGNMENT) * ALIGNMENT)))  # before the next taken bytes, and after all
+        gaps = np.flatnonzero(free[:-1] + region.nbytes <= begin[upward])
+        region.offset = at = int(free[gaps[0]] if len(gaps) else free[-1])
         for a, b in region.times:
             rows[:, num] = a, b, at, at + region.nbytes
             num += 1
