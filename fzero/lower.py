@@ -177,18 +177,25 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:
-    """What the peak would be with one transform more, the lowest first, of those that lower it."""
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it."""
     peaks: dict[str, int] = {}
+    step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
     for transform in _candidates(step, mesh):
         try:
             more = transform(step)
-            if more == step:
+            if more == step or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
                 continue
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
         except FzeroError:  # one that contradicts what is there, or cannot be had with this batch
             continue
         peaks[str(transform)] = found.plan_on(budget.device, budget.backend).peak_bytes
     return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3] if n < peak]
+
+
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
+    """Of each parameter whether its state, its gradient and itself are sharded."""
+    zero = zero_of(step, mesh)
+    return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
 def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:

@@ -87,7 +87,7 @@ class _Placer:
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
             for value in line.out:
                 self.made[value.name] = i
-        self.values = program.values()
+        self.values = program.values_by_name
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
@@ -326,14 +326,17 @@ def _assign(regions: Iterable[_Region]) -> int:
 def _with_functions(program: Program) -> Program:
     """Functions that write into buffers, as their lines ask: one for each set of results that is written."""
     functions, names = dict(program.functions), {}
-    called = {(line.fn, _indices(line)) for line, _ in program.walk() if line.op == "call"}
-    for name in {n for n, into in called if into}:
-        for k, into in enumerate(sorted(i for n, i in called if n == name)):
+    called: dict[str, set[tuple[int, ...]]] = {}
+    for line, _ in program.walk():
+        if line.op == "call":
+            called.setdefault(line.fn, set()).add(_indices(line))
+    for name in (n for n, kinds in called.items() if any(kinds)):
+        for k, into in enumerate(sorted(called[name])):
             new = name if k == 0 else f"{name}_into_{k}"
             names[name, into] = new
             functions[new] = _writing(program.functions[name], new, into)
-    rename = lambda line: replace(line, fn=names.get((line.fn, _indices(line)), line.fn)) if line.op == "call" else line  # noqa: E731
-    return replace(program.map_lines(lambda line: [rename(line)]), functions=functions)
+    new = lambda line: names.get((line.fn, _indices(line)), line.fn) if line.op == "call" else line.fn  # noqa: E731
+    return replace(program.map_lines(lambda line: [line if new(line) == line.fn else replace(line, fn=new(line))]), functions=functions)
 
 
 _variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]], Function]] = weakref.WeakKeyDictionary()

@@ -38,7 +38,7 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
     state = set(program.leaves)
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
-    values = program.values()
+    values = program.values_by_name
     sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
 
     def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
