@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fzero.errors import BudgetError, message
 from fzero.program.ir import Program
 from fzero.schedule.devices import Device
-from fzero.schedule.order import Order, sharable
-from fzero.schedule.plan import Plan, plan
+from fzero.schedule.order import Order, coalescable, sharable
+from fzero.schedule.plan import Plan, peak_bytes, step_seconds
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -39,24 +40,21 @@ class Budget:
     backend: str = "inductor"
 
 
-def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool) -> tuple[Program, Choice]:
-    """The program that is predicted to be fastest within a budget, and what it chose.
+def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool) -> Choice | None:
+    """The choice whose program is predicted to be fastest within a budget; None if none fits.
 
     Args:
-        build: the finished program of a choice.
+        build: the finished program of a choice, the same object for choices that come to the same.
         least: the choice that takes least memory.
         budget: to fit.
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
-
-    Raises:
-        BudgetError: even `least` does not fit.
     """
-    build = functools.cache(build)
-    planned = functools.cache(lambda choice: plan(build(choice), budget.device, backend=budget.backend))
-    fits = lambda choice: planned(choice).peak_bytes <= budget.nbytes  # noqa: E731
+    peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend))
+    time = _of(build, lambda program: step_seconds(program, budget.device, budget.backend))
+    fits = lambda choice: peak(choice) <= budget.nbytes  # noqa: E731
     if not fits(least):
-        raise unmet(planned(least), budget.nbytes)
+        return None
     found = []
     for base in (replace(least, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
         if fits(base):
@@ -64,13 +62,26 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
             share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
             orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
             found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
-    cost = lambda choice: (planned(choice).step_seconds, planned(choice).peak_bytes)  # noqa: E731
+    cost = lambda choice: (time(choice), peak(choice))  # noqa: E731
     best = min(found, key=cost)
     link = budget.device.links["intra"]
-    together = replace(best.order, coalesced=int(link.latency * link.bandwidth))  # below that a transfer is mostly latency
-    refined = [replace(best, order=replace(o, ahead=n)) for o in (best.order, together) for n in range(1, FARTHEST + 1)]
-    best = min((c for c in refined if fits(c)), key=cost)
-    return build(best), best
+    small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
+    orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(build(best), small) else [])]
+    refined = [replace(best, order=replace(o, ahead=n)) for o in orders for n in range(1, FARTHEST + 1)]
+    return min((c for c in refined if fits(c)), key=cost)
+
+
+def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> Callable[[Choice], Any]:
+    """What is found out about the program of a choice, once for each program."""
+    known: dict[int, tuple[Program, Any]] = {}
+
+    def of(choice: Choice) -> Any:
+        program = build(choice)
+        if id(program) not in known:
+            known[id(program)] = program, find(program)
+        return known[id(program)][1]
+
+    return of
 
 
 def unmet(found: Plan, nbytes: int, advice: Sequence[str] = ()) -> BudgetError:

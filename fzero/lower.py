@@ -18,27 +18,25 @@ import torch
 
 from fzero import compat, tree
 from fzero.budget import Budget, Choice, choose, unmet
-from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
-from fzero.program.names import apart
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
-from fzero.program.update import cut_update
 from fzero.program.verify import verify
-from fzero.schedule import buffers
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.order import Order, order
+from fzero.schedule.order import Order
 from fzero.schedule.plan import Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision, mixed_precision
+from fzero.variants import Variants, finished
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,8 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     zero = zero_of(step, mesh)
     if isinstance(step, EvalStep):
         program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute)
-        program = _ordered(verify(spread.rewrite(replace(program, transforms=step.transforms), zero)), Order())
+        program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero))
+        program = check(verify(finished(program, Order())))
         lowered = Lowered(program, params, None, batch, structure, budget)
         if budget is not None and (found := lowered.plan_on(budget.device, budget.backend)).peak_bytes > budget.nbytes:
             raise unmet(found, budget.nbytes)
@@ -169,35 +168,25 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
-    known: dict[Any, Any] = {}
-
-    @functools.cache
-    def spread_out(kept: str | float, whole_grads: bool) -> Program:
-        program = verify(remat.rewrite(base, kept, known))
-        program = verify(accumulate.rewrite(program, num_micro, shapes))
-        return verify(cut_update(verify(spread.rewrite(program, zero, whole_grads))))
-
-    def build(choice: Choice) -> Program:
-        return _ordered(spread_out(choice.remat, choice.whole_grads), choice.order)
-
-    choice = Choice(0.0 if policy == "auto" and budget else policy)
+    variants = Variants(base, zero, num_micro, shapes)
+    least = Choice(0.0 if policy == "auto" and budget else policy)
     if budget is None:
-        return Lowered(build(choice), params, opt_state, batch, structure)
-    try:
-        program, choice = choose(build, choice, budget, auto=policy == "auto", loops=num_micro > 1)
-    except BudgetError:
-        least = plan(build(choice), budget.device, backend=budget.backend)
-        raise unmet(least, budget.nbytes, _advice(step, mesh, params, batch, budget, least.peak_bytes)) from None
-    return Lowered(program, params, opt_state, batch, structure, budget, choice)
+        return Lowered(variants.verified(least), params, opt_state, batch, structure)
+    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1)
+    if choice is None:
+        found = plan(variants.verified(least), budget.device, backend=budget.backend)
+        raise unmet(found, budget.nbytes, _advice(step, mesh, params, batch, budget, found.peak_bytes))
+    return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:
-    """What the peak would be with one transform more, the lowest first, of those that lower it."""
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it."""
     peaks: dict[str, int] = {}
+    step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
     for transform in _candidates(step, mesh):
         try:
             more = transform(step)
-            if more == step:
+            if more == step or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
                 continue
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
         except FzeroError:  # one that contradicts what is there, or cannot be had with this batch
@@ -206,15 +195,17 @@ def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budge
     return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3] if n < peak]
 
 
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
+    """Of each parameter whether its state, its gradient and itself are sharded."""
+    zero = zero_of(step, mesh)
+    return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
+
+
 def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:
     axis = next((a for a, n in mesh.axes.items() if n > 1), None)
     if axis:
         yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
     yield from (remat.remat("full"), accumulate.accumulate(2), accumulate.accumulate(8), mixed_precision("bf16"))
-
-
-def _ordered(program: Program, choice: Order) -> Program:
-    return check(verify(buffers.place(apart(order(program, choice)))))
 
 
 # --- leaf tables ---

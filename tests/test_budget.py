@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import models
@@ -12,9 +13,18 @@ from models import MODELS, OPTIMIZERS
 from test_parity import NUM_STEPS, difference, plain
 
 import fzero as fz
+from fzero import variants
+from fzero.budget import Choice
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.program.ir import Program
-from fzero.schedule.order import Order, order, sharable
+from fzero.program.ir import Program, transfer_bytes
+from fzero.program.show import source
+from fzero.program.splice import cut_as
+from fzero.program.update import cut_update
+from fzero.schedule.check import check
+from fzero.schedule.order import Order, coalescable, order, sharable
+from fzero.variants import Variants
+
+lower_file = importlib.import_module("fzero.lower")  # `fzero.lower` is the function
 
 MESH = fz.AbstractMesh(data=2)
 
@@ -101,6 +111,49 @@ def test_budgets_that_are_none(wrong: Any) -> None:
         fz.compile(make(), fz.make_mesh(data=1), memory_budget=wrong)
 
 
+def test_one_cut_of_the_update_serves_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    least, most = span()
+    budgets = [least, (least + most) // 2, most + 4096]
+    cuts: list[Program] = []
+    monkeypatch.setattr(variants, "cut_update", lambda program: cuts.append(program) or cut_update(program))
+    spliced = [source(lowered(budget).program) for budget in budgets]
+    assert len(cuts) == len(budgets) and len(set(spliced)) > 1
+    monkeypatch.setattr(variants, "cut_as", lambda *_: None)
+    assert [source(lowered(budget).program) for budget in budgets] == spliced
+    assert len(cuts) > 2 * len(budgets)
+
+
+def test_an_update_that_reads_other_values_is_cut_anew() -> None:
+    def spread_and_cut(transforms: Any) -> tuple[Program, Program]:
+        found: list[Program] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(variants, "cut_update", lambda program: found.append(program) or cut_update(program))
+            fz.lower(transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2))
+        return found[0], cut_update(found[0])
+
+    sharded, whole = spread_and_cut(fz.shard_params()), spread_and_cut(fz.data_parallel())
+    assert cut_as(whole[0], *sharded) is None
+    again = cut_as(sharded[0], *sharded)
+    assert again is not None and source(again) == source(sharded[1]) and again.functions == sharded[1].functions
+
+
+def test_shares_that_keep_the_same_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(lower_file, "Variants", lambda *args: made.append(args) or Variants(*args))
+    lowered(None)
+    shares, together = [n / 16 for n in range(17)], Variants(*made[0])
+    built = [together(Choice(share)) for share in shares]
+    assert 1 < len({id(program) for program in built}) < len(shares)
+    assert [source(program) for program in built] == [source(Variants(*made[0])(Choice(share))) for share in shares]
+
+
+def test_only_what_is_chosen_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Program] = []
+    monkeypatch.setattr(variants, "check", lambda program: checked.append(program) or check(program))
+    found = lowered(1 << 30)
+    assert checked == [found.program]
+
+
 # --- the choices one by one, in the program ---
 
 
@@ -130,6 +183,12 @@ def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) 
         before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
         assert sum(before) == sum(after) and max(after) <= max(before)
     assert len(starts(order(unordered, Order(coalesced=1)))) == len(starts(unordered))
+
+
+def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
+    sent = [transfer_bytes(x, unordered.values_by_name, MESH) for op in ("all_gather_start", "reduce_scatter_start") for x in starts(unordered, op)]
+    assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
+    assert order(unordered, Order(coalesced=min(sent) + 1)).lines == order(unordered).lines
 
 
 def test_gathers_start_further_ahead(unordered: Program) -> None:

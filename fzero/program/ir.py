@@ -151,13 +151,20 @@ class Program:
 
     def walk(self) -> Iterator[tuple[Line, int]]:
         """Every line with the number of times it runs in a step, bodies of loops included."""
+        return iter(self._walked)
 
-        def visit(lines: tuple[Line, ...], times: int) -> Iterator[tuple[Line, int]]:
+    @functools.cached_property
+    def _walked(self) -> list[tuple[Line, int]]:
+        found: list[tuple[Line, int]] = []
+
+        def visit(lines: tuple[Line, ...], times: int) -> None:
             for line in lines:
-                yield line, times
-                yield from visit(line.body, times * line.attrs.get("count", 1))
+                found.append((line, times))
+                if line.body:
+                    visit(line.body, times * line.attrs.get("count", 1))
 
-        return visit(self.lines, 1)
+        visit(self.lines, 1)
+        return found
 
     def values(self) -> dict[str, Value]:
         """Every value by name."""

@@ -7,20 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
+from fzero.program.device import on_device, substituted
 from fzero.program.ir import Function
-from fzero.program.record import Recorded, Recorder
+from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
 from fzero.random import DECOMPOSITIONS
 from fzero.runtime import inductor
 from fzero.runtime.execute import as_called
 
 BACKENDS = ("inductor", "eager")
-aten = torch.ops.aten
 
 
 def check_backend(backend: str, device: torch.device) -> None:
@@ -68,89 +67,10 @@ def build(
         if backend == "eager" or not _worth_compiling(graph):
             built[name] = as_called(function, into_buffers(graph, function.into).module().forward)
         else:
-            waiting[name] = function, _with_graph(graph, {**DECOMPOSITIONS})
+            waiting[name] = function, substituted(graph, DECOMPOSITIONS)
     if waiting:
         built |= inductor.compiled(waiting, mesh, progress)
     return {name: built[name] for name in functions}
-
-
-def on_device(graph: Recorded, device: torch.device) -> Recorded:
-    """The graph as it should run on a device: matrix products in bfloat16 in float32 where the device has no native ones.
-
-    A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
-    arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster.
-    """
-    if compat.native_bf16(device) or not any(n.target in _MATMULS and _is_bf16(n) for n in graph.graph.nodes):
-        return graph
-    return _with_graph(graph, {op: _in_float32(op) for op in _MATMULS})
-
-
-_MATMULS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}
-
-
-def _is_bf16(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return first.dtype is torch.bfloat16
-
-
-def _in_float32(op: Any) -> Callable[..., Any]:
-    def up(x: Any) -> Any:
-        return x.float() if isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16 else x
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        low = any(isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 for a in args)
-        out = op(*map(up, args), **{k: up(v) for k, v in kwargs.items()})
-        if not low:
-            return out
-        if isinstance(out, torch.Tensor):
-            return out.to(torch.bfloat16)
-        stays = 1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)  # its logsumexp is float32
-        return tuple(x.to(torch.bfloat16) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x for i, x in enumerate(out))
-
-    return run
-
-
-def _with_graph(graph: Recorded, rules: dict[Any, Callable[..., Any]]) -> Recorded:
-    """The graph with each operation of `rules` replaced by what its rule does."""
-    if not any(n.target in rules for n in graph.graph.nodes):
-        return graph
-    places = graph.inputs
-    recorder = Recorder("compile")
-
-    class Interpreter(fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            run: Callable[..., Any] = rules.get(target) or target
-            return run(*args, **kwargs)
-
-    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=_real(v, graph)) for v in (p.meta["val"] for p in places)]
-        for fake, place in zip(fakes, places, strict=True):
-            recorder.input(fake, place.name)
-        module = graph.module()
-        for name, value in graph.constants.items():
-            recorder.constants[name] = value
-            recorder.track(fake := mode.from_tensor(value), recorder.graph.create_node("get_attr", name))
-            setattr(module, name, fake)
-        with recorder:
-            outputs = Interpreter(module).run(*fakes)
-    return recorder.finish(outputs)
-
-
-def _real(value: torch.Tensor, graph: Recorded) -> torch.device:
-    if value.device.type != "meta":
-        return value.device
-    devices = {v.device for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"}
-    return next(iter(devices), torch.device("cpu"))
 
 
 def _worth_compiling(graph: Recorded) -> bool:

@@ -19,10 +19,11 @@ from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
 from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, recorded, zero_of
 from fzero.mesh import Mesh
+from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile
-from fzero.runtime.build import build, check_backend, on_device
+from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Plan, parse_bytes, plan

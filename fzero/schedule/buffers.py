@@ -16,9 +16,11 @@ copies: what they were sent is free with the wait.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -85,12 +87,20 @@ class _Placer:
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
             for value in line.out:
                 self.made[value.name] = i
-        self.values = program.values()
+        self.values = program.values_by_name
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
+        # of each loop and axis the starts, and the first wait of any transfer from that start on
+        self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
+        for start, wait, axes in self.starts:
+            starts, waits = self.arrivals.setdefault((self.lines[wait][1], axes), ([], []))
+            starts.append(start)
+            waits.append(wait)
+        for _, waits in self.arrivals.values():
+            waits[:] = reversed(list(accumulate(reversed(waits), min)))
         self.slots: dict[str, _Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[_Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
@@ -244,11 +254,13 @@ class _Placer:
         if not self.mesh.shared_memory:
             region.times.append((first, last))
             return
-        later = [w for start, w, over in self.starts if start > wait and over == axes and self._same_loop(w, wait)]
         span = self.lines[wait][1]
+        starts, arrivals = self.arrivals.get((span, axes), ([], []))
+        later = bisect_right(starts, wait)
+        read = arrivals[later] if later < len(arrivals) else len(self.lines)
         if span is not None:
-            later.append(self.together[span, axes])
-        region.times.append((first, max(last, min(later, default=len(self.lines)))))
+            read = min(read, self.together[span, axes])
+        region.times.append((first, max(last, read)))
 
 
 class _Views:
@@ -300,12 +312,11 @@ def _assign(regions: Iterable[_Region]) -> int:
         meet = np.zeros(num, dtype=bool)
         for a, b in region.times:
             meet |= (first <= b) & (last >= a)
-        at = 0
-        for taken, free in sorted(zip(begin[meet].tolist(), end[meet].tolist(), strict=True)):
-            if at + region.nbytes <= taken:
-                break
-            at = max(at, -(-free // ALIGNMENT) * ALIGNMENT)
-        region.offset = at
+        begin, end = begin[meet], end[meet]
+        upward = np.argsort(begin)
+        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // ALIGNMENT) * ALIGNMENT)))  # before the next taken bytes, and after all
+        gaps = np.flatnonzero(free[:-1] + region.nbytes <= begin[upward])
+        region.offset = at = int(free[gaps[0]] if len(gaps) else free[-1])
         for a, b in region.times:
             rows[:, num] = a, b, at, at + region.nbytes
             num += 1
@@ -315,14 +326,17 @@ def _assign(regions: Iterable[_Region]) -> int:
 def _with_functions(program: Program) -> Program:
     """Functions that write into buffers, as their lines ask: one for each set of results that is written."""
     functions, names = dict(program.functions), {}
-    called = {(line.fn, _indices(line)) for line, _ in program.walk() if line.op == "call"}
-    for name in {n for n, into in called if into}:
-        for k, into in enumerate(sorted(i for n, i in called if n == name)):
+    called: dict[str, set[tuple[int, ...]]] = {}
+    for line, _ in program.walk():
+        if line.op == "call":
+            called.setdefault(line.fn, set()).add(_indices(line))
+    for name in (n for n, kinds in called.items() if any(kinds)):
+        for k, into in enumerate(sorted(called[name])):
             new = name if k == 0 else f"{name}_into_{k}"
             names[name, into] = new
             functions[new] = _writing(program.functions[name], new, into)
-    rename = lambda line: replace(line, fn=names.get((line.fn, _indices(line)), line.fn)) if line.op == "call" else line  # noqa: E731
-    return replace(program.map_lines(lambda line: [rename(line)]), functions=functions)
+    new = lambda line: names.get((line.fn, _indices(line)), line.fn) if line.op == "call" else line.fn  # noqa: E731
+    return replace(program.map_lines(lambda line: [line if new(line) == line.fn else replace(line, fn=new(line))]), functions=functions)
 
 
 _variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]], Function]] = weakref.WeakKeyDictionary()

@@ -18,6 +18,7 @@ import torch
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.mesh import Mesh
+from fzero.program.device import on_device
 from fzero.program.ir import Function
 from fzero.program.record import record
 from fzero.schedule.devices import Link
@@ -192,8 +193,6 @@ def fitted(measured: Mapping[int, float]) -> Link:
 
 def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], Any]:
     """A function on some arguments as the runtime runs it on their device: products in float32 where there is no native bfloat16."""
-    from fzero.runtime.build import on_device  # as in `call_seconds`
-
     with compat.FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in args]
         graph = record(lambda *xs: [fn(*xs)], fakes, owner="calibrate", names=[f"x_{i}" for i in range(len(args))])

@@ -66,7 +66,7 @@ class _Memory:
     """The storages that are alive, while walking through the lines."""
 
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
-        self.program, self.values, self.roles = program, program.values(), roles(program)
+        self.program, self.values, self.roles = program, program.values_by_name, roles(program)
         self.waits = {line.args[0]: line for line, _ in program.walk() if line.op == "wait"}
         self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
         self.outputs = {name: output_storages(f) for name, f in program.functions.items()}
@@ -213,7 +213,7 @@ def _root(node: fx.Node) -> fx.Node:
 def roles(program: Program) -> dict[str, str]:
     """What every value is for, one of `ROLES`."""
     lines = [line for line, _ in program.walk()]
-    values = program.values()
+    values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
     known = {name: role if role in ROLES else "other" for name, role in known.items()}
     leaves = set(known)

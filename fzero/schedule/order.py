@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from fzero.program.ir import TRANSFERS, Line, Program, Value, transfer_bytes
 
@@ -39,7 +38,7 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
     state = set(program.leaves)
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
-    values = program.values()
+    values = program.values_by_name
     sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
 
     def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -70,6 +69,12 @@ def sharable(program: Program) -> list[tuple[str, str]]:
     visit(program.lines)
     place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
     return sorted(found, key=lambda pair: place[pair[0]])
+
+
+def coalescable(program: Program, limit: int) -> bool:
+    """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
+    sent = [(x.op, transfer_bytes(x, program.values_by_name, program.mesh)) for x, _ in program.walk() if x.op in (_GATHER, _SCATTER)]
+    return any(sum(nbytes < limit for op, nbytes in sent if op == kind) > 1 for kind in (_GATHER, _SCATTER))
 
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
@@ -141,12 +146,11 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
     gathers = {v.name for x in lines if x.op == _GATHER for v in x.out}
     gathered = {v.name for x in lines if x.op == "wait" and x.args[0] in gathers for v in x.out}
     number = {id(x): i for i, x in enumerate(lines)}
+    blocks = {id(x) for x in lines if _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))}
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
     out: list[Line] = []
-
-    def starts_block(x: Line) -> bool:
-        return _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))
+    passed = 0  # blocks in `out`
 
     for line in lines:
         if line.op == _GATHER:
@@ -154,16 +158,22 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
             carried = [x for x in makers if x.op == "cast" and x.args[0] in state]  # casts of shards travel with their gather
             carried.sort(key=lambda x: number[id(x)])
             moved = set(map(id, carried))
-            rest = [x for x in out if id(x) not in moved]
             written = {id(x) for a in line.args for x in writers.get(a, ())}
             needed = written | set(map(id, makers)) - moved
-            at = max((i + 1 for i, x in enumerate(rest) if id(x) in needed), default=0) if needed else 0
-            if not written:
-                latest = islice((i for i in range(len(rest) - 1, -1, -1) if starts_block(rest[i])), ahead)
-                at = max(at, min(latest, default=len(rest)))
-            out = [*rest[:at], *carried, line, *rest[at:]]
+            left = passed + 1 if written else min(ahead, passed)  # blocks that it may start before
+            after: list[Line] = []  # from the last
+            while out and left and id(out[-1]) not in needed:
+                if id(last := out.pop()) in moved:
+                    moved.remove(id(last))
+                else:
+                    after.append(last)
+                    left -= id(last) in blocks
+            if moved:
+                out = [x for x in out if id(x) not in moved]
+            out += [*carried, line, *reversed(after)]
         else:
             out.append(line)
+            passed += id(line) in blocks
         made.update((v.name, line) for v in line.out)
         for name in line.writes:
             writers.setdefault(name, []).append(line)

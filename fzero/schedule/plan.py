@@ -20,7 +20,7 @@ from fzero.program.show import statements
 from fzero.schedule.cost import channel, cost_of, model_flops, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.memory import ROLES, Sample, memory_of, resting_bytes
-from fzero.schedule.timeline import Event, simulate
+from fzero.schedule.timeline import Event, Timeline, simulate
 
 
 class At(NamedTuple):
@@ -149,7 +149,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     found = device if isinstance(device, Device) else get_device(device, program.mesh.device_type)
     walked = list(program.walk())
     line_of = statements(program)
-    timeline = simulate(program, functools.partial(seconds, program=program, device=found, backend=backend), found.asynchronous)
+    timeline, memory = _timeline(program, found, backend), _memory(program, found, backend)
     sent: dict[str, int] = {}
     for line, times in walked:
         queue = channel(line)
@@ -158,8 +158,6 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
-    here = None if found.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
-    memory = memory_of(program, functools.partial(temporaries, backend=backend, device=here))
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
     flops = model_flops(program)
     return Plan(
@@ -183,6 +181,25 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         events=tuple(timeline.events),
         lines=tuple(line_of),
     )
+
+
+def peak_bytes(program: Program, device: Device, backend: str) -> int:
+    """That of `plan`, alone."""
+    return max(sample.total for sample in _memory(program, device, backend))
+
+
+def step_seconds(program: Program, device: Device, backend: str) -> float:
+    """Those of `plan`, alone."""
+    return _timeline(program, device, backend).step_seconds
+
+
+def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
+    here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
+    return memory_of(program, functools.partial(temporaries, backend=backend, device=here))
+
+
+def _timeline(program: Program, device: Device, backend: str) -> Timeline:
+    return simulate(program, functools.partial(seconds, program=program, device=device, backend=backend), device.asynchronous)
 
 
 def fits(plan: Plan, budget: str | int) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 import torch.fx as fx
 
+from fzero.program.device import on_device
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
@@ -33,8 +34,6 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
     if function not in known:
         graph = function.graph
         if device is not None:
-            from fzero.runtime.build import on_device  # what runs in float32 is for the runtime to say
-
             graph = on_device(graph, device)
         known[function] = _eager(into_buffers(graph, function.into)) if backend == "eager" else _compiled(graph, function.into)
     return known[function]

@@ -72,25 +72,20 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
     """
     if policy == "full":
         return program
-    known = {} if known is None else known
-    backward = {line.attrs["call"]: line for line, _ in program.walk() if line.attrs.get("backward")}
-    kept = {line.fn for line, _ in program.walk() if line.attrs.get("call") not in backward}
-    functions = Functions({name: f for name, f in program.functions.items() if name in kept})
-    alive = _alive(program)
-    splits: dict[Any, Split] = {}
+    blocks = _blocks(program, {} if known is None else known)
+    stay = {line.fn for line, _ in program.walk() if line.attrs.get("call") not in blocks}
+    functions = Functions({name: f for name, f in program.functions.items() if name in stay})
+    splits: dict[Choices, Split] = {}
     names: dict[int, dict[str, str]] = {}  # call -> kept node -> value name
 
     def visit(line: Line) -> list[Line]:
         call: Any = line.attrs.get("call")
-        if call not in backward:
+        if call not in blocks:
             return [line]
-        joint = line.attrs["joint"]
-        key = (joint, backward[call].attrs["grads"], alive[joint])
-        if key not in splits:
-            if key not in known:
-                known[key] = Choices(*key)
-            splits[key] = known[key].split(_kept(known[key], policy), functions)
-        split = splits[key]
+        choices = blocks[call]
+        if choices not in splits:
+            splits[choices] = choices.split(_kept(choices, policy), functions)
+        split = splits[choices]
         if not line.attrs["backward"]:
             names[call] = {n: line.out[i].name for n, i in split.reused.items()}
             saved = [Value(f"saved_{call}_{j}", tuple(v.shape), v.dtype) for j, v in enumerate(split.saved.values())]
@@ -101,6 +96,23 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
         return [replace(line, args=args, fn=split.backward, by="remat")]
 
     return replace(program.map_lines(visit), functions=functions.by_name)
+
+
+def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tuple[Kept, ...] | None:
+    """What each distinct block keeps, None if none is split. Policies that keep the same make the same program. Args: as of `rewrite`."""
+    return None if policy == "full" else tuple(_kept(choices, policy) for choices in dict.fromkeys(_blocks(program, known).values()))
+
+
+def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:
+    """What can be kept by each call that runs both forward and backward, in order."""
+    alive, found = _alive(program), {}
+    for line, _ in program.walk():
+        if line.attrs.get("backward"):
+            key = line.attrs["joint"], line.attrs["grads"], alive[line.attrs["joint"]]
+            if key not in known:
+                known[key] = Choices(*key)
+            found[line.attrs["call"]] = known[key]
+    return found
 
 
 def _kept(choices: Choices, policy: str | float) -> Kept:

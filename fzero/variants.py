@@ -1,0 +1,74 @@
+"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out once.
+
+    base -- remat --> -- accumulate --> -- spread --> -- cut the update --> -- order --> -- place in the pool -->
+
+A memory budget looks at many of them (fzero/budget.py). Only the one that is taken is verified: after every arrow, and its pool at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fzero.budget import Choice
+from fzero.program.ir import Program
+from fzero.program.names import apart
+from fzero.program.splice import cut_as
+from fzero.program.split import Choices
+from fzero.program.update import cut_update
+from fzero.program.verify import verify
+from fzero.schedule import buffers
+from fzero.schedule.check import check
+from fzero.schedule.order import Order, order
+from fzero.transforms import accumulate, remat, spread
+from fzero.transforms.shard import Zero
+
+
+class Variants:
+    """The finished program of each choice.
+
+    Args:
+        base: a base program that trains.
+        zero: what its parallel transforms ask for.
+        num_micro: micro-batches.
+        batch: the whole shape of each batch input on this rank, by name.
+    """
+
+    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):
+        self._base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
+        self._blocks: dict[Any, Choices] = {}
+        self._looped: dict[Any, tuple[Program, Program]] = {}
+        self._spread: dict[Any, tuple[Program, Program]] = {}
+        self._finished: dict[Any, Program] = {}
+
+    def __call__(self, choice: Choice) -> Program:
+        """The program of a choice, not verified: the same object for choices that come to the same."""
+        key = (*self._key(choice), choice.order)
+        if key not in self._finished:
+            self._finished[key] = finished(self._stages(choice)[-1], choice.order)
+        return self._finished[key]
+
+    def verified(self, choice: Choice) -> Program:
+        """The program of a choice, with each that it came from verified."""
+        for program in self._stages(choice):
+            verify(program)
+        return check(verify(self(choice)))
+
+    def _key(self, choice: Choice) -> tuple[Any, bool]:
+        return remat.kept(self._base, choice.remat, self._blocks), choice.whole_grads
+
+    def _stages(self, choice: Choice) -> tuple[Program, ...]:
+        kept, whole = key = self._key(choice)
+        if kept not in self._looped:
+            program = remat.rewrite(self._base, choice.remat, self._blocks)
+            self._looped[kept] = program, accumulate.rewrite(program, self._num_micro, self._batch)
+        if key not in self._spread:
+            program = spread.rewrite(self._looped[kept][1], self._zero, whole)
+            before = next(iter(self._spread.values()), None)
+            self._spread[key] = program, (before and cut_as(program, *before)) or cut_update(program)
+        return *self._looped[kept], *self._spread[key]
+
+
+def finished(program: Program, choice: Order) -> Program:
+    """A program whose update is cut, put in order, with its places in the pool."""
+    return buffers.place(apart(order(program, choice)))
