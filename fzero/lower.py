@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
-from fzero.budget import Budget, Choice, choose, unmet
+from fzero.budget import Budget, Choice, choose, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
@@ -63,7 +63,7 @@ class Lowered:
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or of a calibration file."""
-        return plan(self.program, device, backend=backend)
+        return plan(self.program, device, backend=backend, decisions=decided(self.program, self.choice, self.budget))
 
 
 def lower(

@@ -26,7 +26,7 @@ from fzero.runtime import agree, birth, gather, profile
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import Plan, parse_bytes, plan
+from fzero.schedule.plan import Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 
@@ -55,7 +55,8 @@ class _Compiled:
         """What the program that ran last costs each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             functions = {name: replace(f, graph=on_device(f.graph, self.mesh.device)) for name, f in self.program.functions.items()}
-            self._planned = self.program, plan(replace(self.program, functions=functions), backend=self.backend)
+            assert self._lowered is not None
+            self._planned = self.program, replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend)
         return self._planned[1]
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
