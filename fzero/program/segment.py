@@ -44,7 +44,7 @@ class Part:
             if node.op == "placeholder":
                 raise AssertionError(f"{node} is needed but not an input")
             if node.op == "get_attr":
-                constants[node.target] = self.source.constants[node.target]
+                constants[str(node.target)] = self.source.constants[str(node.target)]
             env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in self.outputs))
         return Recorded(graph, constants)
@@ -123,7 +123,7 @@ def _signature(inputs: Sequence[fx.Node], between: Sequence[fx.Node], outputs: S
     for node in between:
         index[node] = len(index)
         if node.op == "get_attr":
-            value = constants[node.target]
+            value = constants[str(node.target)]
             lines.append(("constant", str(value.dtype), str(value.tolist())))
         else:
             lines.append((str(node.target), plain(node.args), plain(node.kwargs)))

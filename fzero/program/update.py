@@ -20,7 +20,7 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
 from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
 from fzero.program.record import Recorded, uncollected
-from fzero.program.segment import Part, ancestors
+from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ class _Cutter:
         self.name = dict(zip(self.places, update.args, strict=True))
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
+        self._copy_moved()
         self.outputs = self.graph.outputs
         self.lines: list[Line] = []
         self.owner = self._owners(program)
@@ -59,6 +60,18 @@ class _Cutter:
         self._emit()
         at = program.lines.index(update)
         self.program = replace(program, lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]), functions=self.functions.by_name)
+
+    def _copy_moved(self) -> None:
+        """Copies what only changes its place, such as a gradient that is kept, or two leaves that are exchanged: targets are overwritten one by one."""
+        graph, outputs = self.graph.graph, self.graph.outputs
+        last, views = graph.output_node(), views_of(graph, set(self.places))
+        with graph.inserting_before(last):
+            for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
+                if node in views or self.name.get(node, target) != target:
+                    outputs[i] = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+                    value = torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format, device="meta")
+                    outputs[i].meta.update(node.meta, val=value)
+        last.args = (tuple(outputs),)
 
     def _owners(self, program: Program) -> dict[fx.Node, int]:
         """The block that every leaf value belongs to: values that meet in an operation belong together."""
