@@ -24,7 +24,7 @@ from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
-from fzero.program.record import Recorded, record
+from fzero.program.record import Recorded, record, uncollected
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.verify import verify
@@ -147,24 +147,25 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     if not any(trains):
         raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
     opt_state = opt_state_inputs(step, mesh, params)
-    program, structure = lower_train(
-        Training(
-            name=step.name,
-            loss_fn=step.loss_fn,
-            optimizer=step.optimizer,
-            has_aux=step.has_aux,
-            wants_key=wants_key(step.loss_fn),
-            params=params,
-            trains=trains,
-            opt_state=opt_state,
-            batch=micro,
-            extras=extra_leaves(),
-            mesh=mesh,
-            compute_dtype=compute,
-            reduce_dtype=precision.reduce_dtype if cast else lambda leaf: leaf.dtype,
-            num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+    with uncollected():
+        program, structure = lower_train(
+            Training(
+                name=step.name,
+                loss_fn=step.loss_fn,
+                optimizer=step.optimizer,
+                has_aux=step.has_aux,
+                wants_key=wants_key(step.loss_fn),
+                params=params,
+                trains=trains,
+                opt_state=opt_state,
+                batch=micro,
+                extras=extra_leaves(),
+                mesh=mesh,
+                compute_dtype=compute,
+                reduce_dtype=precision.reduce_dtype if cast else lambda leaf: leaf.dtype,
+                num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+            )
         )
-    )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from typing import Any
 
 import models
@@ -63,6 +64,19 @@ def test_what_a_large_budget_chooses() -> None:
     assert found.choice.remat == 1.0 and found.choice.whole_grads and found.choice.order.shared > 0
     gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
     assert len(gathers) <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"]) - found.choice.order.shared
+
+
+def test_the_plan_says_what_was_decided_and_why() -> None:
+    least, _ = span()
+    small, large = (next(d for d in lowered(n).plan.decisions if d.what == "gradients") for n in (least, 1 << 30))
+    assert small.chosen == "shards" and "more than the budget" in small.why
+    assert large.chosen == "whole" and "ms a step faster than shards" in large.why
+    assert "ms a step faster than shards" in str(lowered(1 << 30).plan) and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    (free,) = lowered(None).plan.decisions
+    assert free.chosen == "shards" and "no budget" in free.why
+    step = fz.compose(fz.data_parallel(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    (whole,) = fz.lower(step, MESH, MODELS["gpt"].init, batch(2)).plan.decisions
+    assert whole.chosen == "whole" and "the stage" in whole.why
 
 
 def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
-from fzero.program.record import Recorded, record, uncollected
+from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
@@ -65,7 +65,6 @@ class Training:
         return [i for i in self.params.distinct if self.trains[i]]
 
 
-@uncollected()
 def lower_train(t: Training) -> Lowered:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
