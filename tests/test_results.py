@@ -66,7 +66,7 @@ def test_results_are_asked_once_and_are_apart():
         x, y = torch.empty(4), torch.empty(4)
         with Asked(), Remembering():
             a, b = x * y, y * x
-            torch.empty(5) * torch.empty(5)
+            _ = torch.empty(5) * torch.empty(5)
     assert asked.count(aten.mul.Tensor) == 2  # of two sizes
     a += 1
     assert b._version == 0 and a.untyped_storage()._cdata != b.untyped_storage()._cdata

@@ -14,6 +14,8 @@ import torch
 
 from fzero import compat
 
+aten = torch.ops.aten
+
 
 class Results:
     """Runs operations on the fake tensors of one mode. A result is a new tensor every time, whether it was remembered or not."""
@@ -53,7 +55,7 @@ def _depends_on_metadata(func: Any) -> bool:
     return func.namespace in ("aten", "fzero") and not func.is_view and not func._schema.is_mutable and func not in _SHARING
 
 
-_SHARING = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+_SHARING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """Operators that return their argument's memory, or its values, without saying so."""
 
 
