@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fzero import compat
 from fzero.program.record import Recorded
+from fzero.program.storages import storage_of
 
 
 def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
@@ -66,13 +65,8 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
 
 
 def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that are views of nothing but `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
-    found = set(roots)
-    for node in graph.nodes:
-        view = node.op == "call_function" and (compat.is_view(node.target) or node.target is operator.getitem)
-        if view and node.all_input_nodes and set(node.all_input_nodes) <= found:
-            found.add(node)
-    return found - roots
+    """The nodes that are views of `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
+    return {node for node in graph.nodes if node not in roots and storage_of(node) in roots}
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
