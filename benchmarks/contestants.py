@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import time
 import warnings
@@ -121,8 +122,24 @@ def worker(args: argparse.Namespace) -> None:
         reset_peak()
         return {"growth_mib": peak, "resting_mib": rss_mib() - live["rss"]}
 
-    serve({"join": join, "build": build, "steps": steps, "settle": settle})
+    def planned() -> dict[str, float]:
+        """Of fzero's ZeRO-3: the planned peak, and the least that any order of its blocks could do with."""
+        train = live["step"].train
+        return {"planned_mib": train.plan.peak_bytes / 2**20, "least_mib": least_bytes(train.program) / 2**20}
+
+    serve({"join": join, "build": build, "steps": steps, "settle": settle, "planned": planned})
     _leave()
+
+
+def least_bytes(program: Any) -> int:
+    """The closed form of a ZeRO-3 step's peak: the state at rest, two blocks' parameters whole, and what every block keeps for its backward, the last one as
+    much as the one before it."""
+    from fzero.schedule.memory import resting_bytes, roles
+
+    lines, role, values = [line for line, _ in program.walk()], roles(program), program.values()
+    gathers = [sum(values[a].nbytes for a in line.args) for line in lines if line.op == "all_gather_start"]
+    kept = [sum(v.nbytes for v in line.out if role[v.name] == "saved") for line in lines if line.attrs.get("backward") is False]
+    return resting_bytes(program) + max(a + b for a, b in itertools.pairwise(gathers)) + sum(kept) + kept[-1]
 
 
 Step = Callable[[Any], Any]
@@ -150,6 +167,7 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
             state, metrics = train(state, batch)
             return metrics["loss"]
 
+        run.train = train  # type: ignore[attr-defined]
         return run
 
     return make, mesh.rank

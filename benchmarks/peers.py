@@ -39,6 +39,7 @@ CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, with
     ("fzero_zero2", "deepspeed_zero2", None),
     ("fzero_zero1", "deepspeed_zero1", None),
 )
+LEAST_LIMIT = 1.1  # growth of ZeRO-3's peak over the closed form (contestants.least_bytes)
 PEAK_LIMIT = 0.7  # growth of the peak, ZeRO-3 over DDP, on the large model: the small one is mostly libraries
 LOSS_LIMIT = 1e-4  # relative, fp32
 FIELDS = ("growth_mib", "build_growth_mib", "resting_mib")
@@ -72,6 +73,8 @@ class Contest:
             found["resting_mib"].append(statistics.mean(x["resting_mib"] for x in settled))
         if not args.turns or number == 0:  # started anew, it would see the same batches again
             found["losses"] += _mean_losses(answers)
+        if CONTESTANTS[name].stage == 3 and CONTESTANTS[name].library == "fzero":
+            found |= group.ask("planned")[0]
         if args.turns:
             self._groups.pop(name).close()
 
@@ -146,6 +149,12 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
             name = f"fzero_zero3 / ddp, growth of the peak, {when}"
             data[name] = {"value": value, "limit": limit}
             notes.append(f"{name}: {value:.3f}" + _wanted(value, limit))
+    for name in (n for n, x in found.items() if "least_mib" in x):
+        x, limit = found[name], LEAST_LIMIT if args.model == "large" and not CONTESTANTS[name].bf16 else None
+        data[f"{name}, growth of the peak / closed form"] = {"value": x["growth_mib"] / x["least_mib"], "limit": limit, "least_mib": x["least_mib"]}
+        ratio, planned = x["growth_mib"] / x["least_mib"], x["planned_mib"] / x["least_mib"]
+        text = f"{name}, growth of the peak / closed form of {x['least_mib']:.0f} MiB: {ratio:.3f}{_wanted(ratio, limit)}"
+        notes.append(f"{text}; planned peak, {x['planned_mib']:.0f} MiB, / closed form: {planned:.3f}{_wanted(planned, limit)}")
     fp32 = [n for n in found if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
     if len(fp32) > 1:
         spread = [(max(at) - min(at)) / min(at) for at in zip(*(found[n]["losses"] for n in fp32), strict=True)]

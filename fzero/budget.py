@@ -16,7 +16,9 @@ from fzero.errors import BudgetError, message
 from fzero.program.ir import Program
 from fzero.schedule.devices import Device
 from fzero.schedule.order import Order, coalescable, sharable
-from fzero.schedule.plan import Plan, peak_bytes, step_seconds
+from fzero.schedule.plan import Decision, Plan, peak_bytes, step_seconds
+from fzero.transforms.base import find
+from fzero.transforms.remat import Remat
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -24,11 +26,13 @@ FARTHEST = 3  # blocks ahead that a gather is tried to start
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step."""
+    """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
+    `because`."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
+    because: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,21 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
     fits = lambda choice: peak(choice) <= budget.nbytes  # noqa: E731
     if not fits(least):
         return None
-    found = []
+    found, because = [], ""
     for base in (replace(least, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
-        if fits(base):
+        if not fits(base):
+            because = f"added up whole they would take {_size(peak(base) - budget.nbytes)} more than the budget"
+        else:
             keep = [lambda c: _keeps_most(c, fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
             orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
             found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
     cost = lambda choice: (time(choice), peak(choice))  # noqa: E731
     best = min(found, key=cost)
+    others = [c for c in found if c.whole_grads != best.whole_grads]
+    if others:
+        because = f"{1e3 * (min(map(time, others)) - time(best)):.3g} ms a step faster than {'shards' if best.whole_grads else 'whole'}"
+    best = replace(best, because=because)
     link = budget.device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
     orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(build(best), small) else [])]
@@ -82,6 +92,25 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
         return known[id(program)][1]
 
     return of
+
+
+def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
+    """What was open of a program that has been chosen: without a budget only what becomes of the gradients of micro-batches."""
+    out = []
+    if budget is not None:
+        auto = find(program.transforms, Remat) == Remat("auto")
+        kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
+        out.append(Decision("remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"))
+    for loop in (line for line in program.lines if line.op == "loop"):
+        shards = any(line.op == "reduce_scatter_start" for line in loop.body)
+        why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
+        how = "reduced after every micro-batch" if shards else "reduced once a step"
+        out.append(Decision("gradients", "shards" if shards else "whole", f"{how}: {why or 'it takes least, and there is no budget'}"))
+    if budget is not None:
+        out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
+        out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
+        out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
+    return tuple(out)
 
 
 def unmet(found: Plan, nbytes: int, advice: Sequence[str] = ()) -> BudgetError:

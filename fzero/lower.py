@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
-from fzero.budget import Budget, Choice, choose, unmet
+from fzero.budget import Budget, Choice, choose, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
-from fzero.program.record import record
+from fzero.program.record import Recorded, record
+from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.verify import verify
 from fzero.schedule.check import check
@@ -49,19 +50,20 @@ class Lowered:
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
     budget: Budget | None = None
     choice: Choice = field(default_factory=Choice)  # what the budget chose
+    device: Device | None = None  # that `plan` is for, and its backend
+    backend: str = "inductor"
 
     def __str__(self) -> str:
         return str(self.program)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend of the budget if there is one, else on
-        this machine's device as the inductor backend builds it."""
-        return self.plan_on() if self.budget is None else self.plan_on(self.budget.device, self.budget.backend)
+        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it was lowered for."""
+        return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
-        """As `plan`, for a device: its rates, or the name of a known one ("h100", …) or of a calibration file."""
-        return plan(self.program, device, backend=backend)
+        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or of a calibration file."""
+        return plan(self.program, device, backend=backend, decisions=decided(self.program, self.choice, self.budget))
 
 
 def lower(
@@ -83,8 +85,9 @@ def lower(
         batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
             most two blocks' parameters whole.
-        device: whose rates predict; see `Lowered.plan_on`.
-        backend: that the budget is for.
+        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
+            is one of such devices. By default this machine's, or the mesh's.
+        backend: likewise.
 
     Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
 
@@ -105,12 +108,12 @@ def lower(
     if callable(params):
         params = abstract(params)
     check_params(params)
-    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), _device(device, mesh), backend)
-    return lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget)
-
-
-def _device(device: Device | str | None, mesh: AbstractMesh) -> Device:
-    return device if isinstance(device, Device) else get_device(device, mesh.device_type)
+    rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
+    if device is not None and type(mesh) is AbstractMesh:
+        axes: dict[str, Any] = mesh.axes
+        mesh = AbstractMesh(device_type="cuda" if rates.asynchronous else "cpu", **axes)
+    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
+    return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
 
 
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
@@ -124,8 +127,8 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero))
         program = check(verify(finished(program, Order())))
         lowered = Lowered(program, params, None, batch, structure, budget)
-        if budget is not None and lowered.plan.peak_bytes > budget.nbytes:
-            raise unmet(lowered.plan, budget.nbytes)
+        if budget is not None and (found := lowered.plan_on(budget.device, budget.backend)).peak_bytes > budget.nbytes:
+            raise unmet(found, budget.nbytes)
         return lowered
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
@@ -233,8 +236,9 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
     the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
-    with compat.FakeTensorMode():
-        whole = params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype) for i in params.distinct})
+    mode = compat.FakeTensorMode()
+    whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
+    with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
     wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
@@ -244,8 +248,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     leaves = []
     for path, x in zip(tree.paths(state, "opt_state"), flat, strict=True):
         leaf = Leaf(path, "opt_state", tuple(x.shape), Layout(x.dtype))
-        mirrored = [s for s, p in by_path.items() if path.endswith(s) and p.shape == leaf.shape]
-        param = by_path[max(mirrored, key=len)] if mirrored else None
+        endings = (by_path.get(path[i:]) for i in range(len(path) + 1))  # the longest first
+        param = next((p for p in endings if p is not None and p.shape == leaf.shape), None)
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if param is not None and zero.opt_state(param) else leaf)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
@@ -269,6 +273,11 @@ def abstract_params(params: Inputs) -> Any:
 
 def abstract(init_fn: Any) -> Any:
     """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
+    return recorded(init_fn)[0]
+
+
+def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
+    """As `abstract`, and the function itself, recorded: it returns the leaves of that tree."""
     check_init(init_fn)
     made: dict[str, Any] = {}
 
@@ -280,7 +289,7 @@ def abstract(init_fn: Any) -> Any:
         return flat
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        graph = record(run, [torch.empty(3, dtype=torch.int64)], owner="init", names=["key"], source=init_fn)
+        graph = record(run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn)
     returned = graph.outputs
     metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
-    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]])
+    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]]), graph

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero import tree
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties
 from fzero.optim import GradientTransformation, global_norm
@@ -53,7 +53,8 @@ class Step:
 
     def trains(self, params: Any) -> list[bool]:
         """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts."""
-        meta = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+        with compat.no_modes():  # in a trace they are not part of what is traced
+            meta = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
         return [
             x.is_floating_point() and (self.trainable is None or bool(self.trainable(p, x)))
             for p, x in zip(tree.paths(params, "params"), tree.leaves(meta), strict=True)

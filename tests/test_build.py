@@ -63,6 +63,30 @@ def check(built: dict[str, Any]) -> None:
     torch.testing.assert_close(built["literal"](x), literal(x)[0])
 
 
+def halves(x):
+    both = (x * 2).exp()
+    return [both[: N // 2], both[N // 2 :], x.t() + 1]
+
+
+def test_results_that_lie_in_other_memory_are_copied_to_their_buffers(folder):
+    """Two that are parts of one tensor, and one that is made in another order than its buffer's."""
+    made = function("halves", halves, (N, N), into=(0, 1, 2))
+    built = building.build({"halves": made}, "inductor", fz.make_mesh(data=1))["halves"]
+    buffers = [torch.zeros(N // 2, N), torch.zeros(N // 2, N), torch.zeros(N, N)]
+    x = torch.randn(N, N)
+    got = built(x, into=buffers)
+    assert all(a is b for a, b in zip(got, buffers, strict=True))
+    torch.testing.assert_close(tuple(buffers), tuple(halves(x)))
+    assert [kernels_made.count(".copy_(") for kernels_made in texts(folder)] == [3]
+
+
+def texts(folder: Path) -> list[str]:
+    """The functions in a cache, as Python."""
+    cache = open_cache()
+    assert cache is not None
+    return [entry.text for file in sorted(folder.iterdir()) if (entry := cache.read(file.stem)) is not None]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))

@@ -12,6 +12,7 @@ import torch
 from pool import RaisedOnRank
 
 import fzero as fz
+from fzero.comm import shared
 from fzero.comm.collectives import ProcessGroups, merged
 from fzero.comm.shared import SharedMemory, ranks_along
 from fzero.comm.transport import transport
@@ -33,8 +34,8 @@ class Arena:
         return self.memory[begin : self.at].view(dtype)
 
 
-def moved(shared: bool, big: int) -> tuple[str, dict[str, Any]]:
-    mesh = fz.make_mesh(data=-1, shared_memory=shared)
+def moved(shared_memory: bool, big: int) -> tuple[str, dict[str, Any]]:
+    mesh = fz.make_mesh(data=-1, shared_memory=shared_memory)
     carrier, rank, size = transport(mesh), mesh.rank, mesh.size
     new = Arena(carrier, 1 << 24)
     generator = torch.Generator().manual_seed(rank)
@@ -141,6 +142,33 @@ def never_comes() -> None:
 def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
     first, _ = run_ranks(2, never_comes, expect_error=True)
     assert isinstance(first, RaisedOnRank) and "rank 1 did not come in 2 s" in first.traceback
+
+
+def cannot_reach(broken: int) -> tuple[str, float]:
+    """Trains a step on ranks of which one cannot send its counters. What moved the data, and the loss."""
+    meet = shared._meet
+
+    def fails(*args: Any) -> Any:
+        if int(os.environ["RANK"]) == broken:
+            raise PermissionError("no counters for this process")
+        return meet(*args)
+
+    shared._meet = fails
+    try:
+        mesh = fz.make_mesh(data=-1, timeout=30)
+        train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
+        _, metrics = train(train.init({"w": torch.arange(6.0).view(3, 2)}), torch.ones(4, 3) + mesh.rank)
+    finally:
+        shared._meet = meet
+    return type(transport(mesh)).__name__, float(metrics["loss"])
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_ranks_that_cannot_reach_each_other_go_through_gloo(run_ranks: Any, broken: int) -> None:
+    """All of them, whichever it is; rank 2 is none of the two, so nothing is broken."""
+    found = run_ranks(2, cannot_reach, broken)
+    assert {name for name, _ in found} == {"SharedMemory" if broken == 2 else "ProcessGroups"}
+    assert found[0][1] == pytest.approx(((6.0**2 + 9.0**2) + (12.0**2 + 18.0**2)) / 4)
 
 
 def test_flats_behind_each_other_are_one() -> None:

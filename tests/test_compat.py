@@ -44,6 +44,38 @@ def test_fake_tensors_have_shapes_and_no_memory():
     del real
 
 
+def test_a_fake_tensor_can_be_made_past_its_mode():
+    """It is as one that the mode makes, under other modes too, and shares nothing with the next."""
+    mode, seen = compat.FakeTensorMode(), Seen()
+    with mode, seen:
+        x, y = compat.new_fake(mode, (2, 3), torch.bfloat16, "cpu", (1, 2)), compat.new_fake(mode, (1 << 40, 4), torch.int64, torch.device("cpu"))
+    assert not seen.ops
+    with mode:
+        assert (
+            compat.fake_metadata(x)
+            == ((2, 3), torch.bfloat16, torch.device("cpu"), (1, 2))
+            == compat.fake_metadata(torch.empty(3, 2, dtype=torch.bfloat16).t())
+        )
+        assert compat.fake_metadata(y) == compat.fake_metadata(torch.empty(1 << 40, 4, dtype=torch.int64))
+        assert x.fake_mode is mode and (x + 1).fake_mode is mode
+        before = y._version
+        x.add_(1)
+        assert y._version == before and x._version == 1
+        assert [compat.fake_metadata(z) for z in (torch.tensor(2), torch.empty(2, dtype=torch.complex64).conj())] == [None, None]
+    assert compat.fake_metadata(torch.ones(2)) is None
+
+
+def test_nodes_of_a_graph_compare_by_position():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [x, *(graph.call_function(aten.neg.default, (x,)) for _ in range(3))]
+    with graph.inserting_before(nodes[2]):
+        first = graph.call_function(aten.abs.default, (x,))
+        second = graph.call_function(aten.abs.default, (x,))
+    nodes[3].append(nodes[1])
+    assert sorted({*nodes, second, first}) == [*graph.nodes] == [x, first, second, nodes[2], nodes[3], nodes[1]]
+
+
 def test_asking_a_fake_tensor_for_its_value_raises_what_we_catch():
     with compat.FakeTensorMode():
         x = torch.ones(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import time
 from dataclasses import replace
 
 import models
@@ -197,6 +196,15 @@ def test_lowered_has_a_plan_that_is_made_once():
     assert "h1000" in str(caught.value) and "h200" in str(caught.value)
 
 
+def test_a_mesh_of_devices_that_are_not_here():
+    """Planned for the device that is named: no device of the kind, and no build of torch for it, is needed."""
+    step = fz.shard_params(fz.train_step(models.gpt_loss, optim.adamw(1e-3)))
+    found = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), device="h100")
+    assert (found.program.mesh.device_type, found.program.mesh.shared_memory, found.plan.device) == ("cuda", False, KNOWN["h100"])
+    here = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2))
+    assert here.program.mesh.device_type == "cpu" and found.program.pool_bytes < here.program.pool_bytes
+
+
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize(("stage", "num_micro", "precision"), [(0, 1, "fp32"), (1, 1, "bf16"), (2, 2, "fp32"), (3, 1, "fp32"), (3, 3, "bf16")])
 def test_parts_add_up(stage, num_micro, precision, device):
@@ -283,10 +291,8 @@ def test_a_trillion_parameters_on_a_thousand_devices():
     step = fz.train_step(trillion_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))(step)
     batch = {k: torch.empty(1, 2048, dtype=torch.int64, device="meta") for k in ("tokens", "targets")}
-    lowered = fz.lower(step, fz.AbstractMesh(data=ranks), trillion_init, batch)
-    began = time.perf_counter()
-    found = lowered.plan_on("h100")
-    assert time.perf_counter() - began < 20  # the plan itself takes about one second
+    lowered = fz.lower(step, fz.AbstractMesh(data=ranks), trillion_init, batch, device="h100")
+    found = lowered.plan
     num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
     assert num_params == pytest.approx(1e12, rel=0.02)
     assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-6)

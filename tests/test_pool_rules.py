@@ -20,10 +20,10 @@ from fzero.program.verify import verify
 from fzero.schedule.check import check
 
 
-def lowered(*transforms: Any, layers: int = 4) -> Program:
+def lowered(*transforms: Any, layers: int = 4, shared_memory: bool = True) -> Program:
     step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
-    return fz.lower(step, fz.AbstractMesh(data=2), lambda key: models.gpt_init(key, layers), batch).program
+    return fz.lower(step, fz.AbstractMesh(data=2, shared_memory=shared_memory), lambda key: models.gpt_init(key, layers), batch).program
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,15 @@ def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
     loop = next(x for x in looped.lines if x.op == "loop")
     assert sum(bool(x.attrs.get("together")) for x in loop.body) == 1
     rejects(edit(looped, apart), "other ranks may still be reading it")
+
+
+@pytest.mark.parametrize("transforms", [(fz.shard_params(),), (fz.shard_params(), fz.accumulate(3))], ids=["stage 3", "in a loop"])
+def test_ranks_that_share_no_memory_wait_for_no_reader(transforms: Any) -> None:
+    apart, shared = lowered(*transforms, shared_memory=False), lowered(*transforms)
+    assert apart.pool_bytes < shared.pool_bytes
+    assert not any(line.attrs.get("together") for line, _ in apart.walk())
+    check(replace(shared, mesh=apart.mesh))
+    rejects(replace(apart, mesh=shared.mesh), "other ranks may still be reading it")
 
 
 def test_a_pool_that_is_too_small(stage3: Program) -> None:

@@ -383,4 +383,7 @@ def test_a_parameter_is_not_gathered_after_its_update(stage3: Program) -> None:
 def test_assigned_something_else(stage1: Program) -> None:
     at = first(stage1, lambda line: line.op == "assign" and line.args[0].startswith("params"))
     line = stage1.lines[at]
-    rejects(changed(stage1, at, replace(line, args=(line.args[0], "metric_loss"))), f"assign  -> : float32[] is assigned to {stage1.values()[line.args[0]]}")
+    num = len(line.writes)
+    other = replace(line, args=(*line.args[:num], "metric_loss", *line.args[num + 1 :]))
+    rejects(changed(stage1, at, other), f"assign  -> : float32[] is assigned to {stage1.values()[line.args[0]]}")
+    rejects(changed(stage1, at, replace(line, args=line.args[:-1])), f"assigns {num - 1} values to {num} leaves")

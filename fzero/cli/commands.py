@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
@@ -57,15 +57,15 @@ class _OfTarget:
     def budget_bytes(self) -> int | None:
         return None if self.budget is None else parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
 
-    def lowered(self) -> tuple[Lowered, Device]:
-        """The target lowered for the mesh, and the device that predicts."""
+    def lowered(self) -> Lowered:
+        """The target lowered for the mesh and the device that predicts."""
         with _usage():
-            axes, budget = _axes(self.mesh), self.budget_bytes
+            axes: dict[str, Any] = _axes(self.mesh)
+            mesh, budget = AbstractMesh(**axes), self.budget_bytes
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
-            mesh = AbstractMesh(device_type="cuda" if device.asynchronous else "cpu", **axes)
         step, params, batch = load(self.target)
         with users_code(self.target):
-            return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend), device
+            return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Plan(_OfTarget):
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
         try:
-            lowered, device = self.lowered()
+            lowered = self.lowered()
         except BudgetError as error:
             if self.json:
                 print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": str(error)}}, indent=1))
             raise
-        plan = lowered.plan_on(device, self.backend)
+        plan = lowered.plan
         if self.trace is not None:
             plan.save_trace(self.trace)
         if self.picture is not None:
@@ -106,7 +106,7 @@ class Show(_OfTarget):
     """every line, repeated layers not folded into loops"""
 
     def run(self) -> int:
-        program = self.lowered()[0].program
+        program = self.lowered().program
         text = show(program, fold=not self.flat)
         if self.json:
             print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))

@@ -16,18 +16,14 @@ from fzero.program.show import statements
 from fzero.schedule.devices import Device
 from fzero.schedule.plan import Plan
 from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tables
-from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find
-from fzero.transforms.remat import Remat
 
 
 def print_plan(lowered: Lowered, plan: Plan) -> None:
-    """The plan, and under a budget what was chosen for it."""
+    """The plan, and under a budget what it leaves."""
     if lowered.budget is None:
         return _print(tables(plan))
     size, spare = as_bytes(lowered.budget.nbytes), as_bytes(lowered.budget.nbytes - plan.peak_bytes)
-    chosen = Table("what the budget chose", (f"within {size}", "", ""), _chosen(lowered))
-    return _print([*tables(plan), chosen], f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
+    return _print(tables(plan), f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
 
 
 def print_program(text: str) -> None:
@@ -91,22 +87,6 @@ def _print(shown: Sequence[Table], last: str = "") -> None:
         sys.stdout.write(plain(shown))
     if last:
         console.print(last, highlight=False, soft_wrap=True)
-
-
-def _chosen(lowered: Lowered) -> list[tuple[str, str, str]]:
-    """What the budget decided of what the step leaves open."""
-    choice, transforms = lowered.choice, lowered.program.transforms
-    order = choice.order
-    policy = (find(transforms, Remat) or Remat()).policy
-    kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-    rows = [("remat", kept, "share of activation memory that blocks keep" if policy == "auto" else "as the step says")]
-    if find(transforms, Accumulate):
-        how = "added up whole, reduced once a step" if choice.whole_grads else "reduced after every micro-batch, shards added up"
-        rows.append(("gradients", "whole" if choice.whole_grads else "shards", how))
-    rows.append(("shared gathers", str(order.shared), "serve the forward and the backward of a block"))
-    rows.append(("ahead", str(order.ahead), "blocks that a gather starts before it is needed"))
-    rows.append(("coalesced", as_bytes(order.coalesced), "transfers that send less than this travel together"))
-    return rows
 
 
 def _dtype(dtype: Any) -> str:

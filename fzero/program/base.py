@@ -21,7 +21,7 @@ from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
-from fzero.program.record import Recorded, record
+from fzero.program.record import Recorded, record, uncollected
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
@@ -65,6 +65,7 @@ class Training:
         return [i for i in self.params.distinct if self.trains[i]]
 
 
+@uncollected()
 def lower_train(t: Training) -> Lowered:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
@@ -379,8 +380,8 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
         info["paths"] = tree.names(metrics)
         return [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct), *flat]
 
+    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
     with mode:
-        fakes = [torch.empty(shape, dtype=dtype, device=compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
         recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
     targets = ["step", *(params.leaves[i].path for i in trained), *(opt_state.leaves[i].path for i in opt_state.distinct)]
     returned = recorded.outputs

@@ -135,7 +135,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, recorder: Recorder, joint: Joint, call: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.recorder, ctx.joint, ctx.call = recorder, joint, call
         ctx.inputs = [recorder.node(x) for x in inputs]
-        outputs = _fresh(recorder, joint.graph.outputs[: joint.num_outputs])
+        outputs = _fresh(joint.graph.outputs[: joint.num_outputs])
         recorder.call(call_block, (joint, call, *ctx.inputs), outputs)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in joint.diff_outputs))
         return tuple(outputs)
@@ -143,7 +143,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         joint, recorder = ctx.joint, ctx.recorder
-        grads = _fresh(recorder, joint.graph.outputs[joint.num_outputs :])
+        grads = _fresh(joint.graph.outputs[joint.num_outputs :])
         seeds = [recorder.node(tangents[i]) for i in joint.diff_outputs]
         recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
@@ -152,10 +152,9 @@ class _Call(torch.autograd.Function):
         return None, None, None, *out
 
 
-def _fresh(recorder: Recorder, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
-    with recorder.paused():
-        values = [n.meta["val"] for n in nodes]
-        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+def _fresh(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    values = [n.meta["val"] for n in nodes]
+    return [compat.new_fake(v.fake_mode, v.shape, v.dtype, v.device, v.stride()) for v in values]
 
 
 def _trace(

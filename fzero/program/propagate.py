@@ -14,6 +14,7 @@ inputs forward. Where the result needs a rank's own facts, or another rank, it h
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,7 +85,12 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    return node.target in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return _keeps_to_elements(node.target)
+
+
+@functools.cache
+def _keeps_to_elements(target: Any) -> bool:
+    return target in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def is_reduction(node: fx.Node) -> bool:
@@ -165,7 +171,10 @@ def _shardable(node: fx.Node) -> bool:
 
 def _is_local(node: fx.Node) -> bool:
     """Whether a node is pointwise between tensors of one size and scalars."""
-    return is_pointwise(node) and all(_numel(a) in (1, _numel(node)) for a in node.all_input_nodes)
+    if not is_pointwise(node):
+        return False
+    sizes = {_numel(a) for a in node.all_input_nodes}
+    return sizes <= {1, _numel(node)}
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ which is an error, for a program is a function of its arguments alone. It must n
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import operator
 import traceback
@@ -21,11 +22,13 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.results import Results
 
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,7 @@ class Recorder(compat.TorchDispatchMode):
         self._source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
-        self._paused = False
+        self._results = Results()
 
     def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -98,18 +101,9 @@ class Recorder(compat.TorchDispatchMode):
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Runs operations without writing them down."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or func is torch.ops.prim.device.default:  # autograd asks a leaf for its device where nothing may be raised
+        if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         if _draws(func, args, kwargs):
             raise TraceError(
@@ -125,7 +119,7 @@ class Recorder(compat.TorchDispatchMode):
             return out
         node_args, node_kwargs = self._nodes_in((args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
             raise TraceError(
                 message(
@@ -220,6 +214,18 @@ def _tensors(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
         return []
     return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector, for work that only makes things: it would go through all of torch's objects, 0.3 s each time, to free nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +14,44 @@ from fzero.program.record import Recorded
 from fzero.program.storages import storage_of
 
 
-def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
+@dataclass(frozen=True, eq=False)
+class Part:
     """The function from `inputs` to `outputs` that a graph contains. Nodes that no output needs are left out."""
-    graph, env = fx.Graph(), {}
-    for i, node in enumerate(inputs):
-        env[node] = graph.placeholder(names[i] if names else f"x_{i}")
-        env[node].meta["val"] = node.meta["val"]
-    constants: dict[str, torch.Tensor] = {}
-    needed = ancestors(outputs, stop=set(inputs))
-    for node in source.graph.nodes:
-        if node in needed and node not in env:
+
+    source: Recorded
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+
+    @functools.cached_property
+    def between(self) -> list[fx.Node]:
+        """What is computed between inputs and outputs, in the order of the graph."""
+        given = set(self.inputs)
+        return sorted(ancestors(self.outputs, stop=given) - given)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """The `signature` of what would be extracted, without extracting it."""
+        return _signature(self.inputs, self.between, self.outputs, self.source.constants)
+
+    def extract(self, names: Sequence[str] | None = None) -> Recorded:
+        graph, env = fx.Graph(), {}
+        for i, node in enumerate(self.inputs):
+            env[node] = graph.placeholder(names[i] if names else f"x_{i}")
+            env[node].meta["val"] = node.meta["val"]
+        constants: dict[str, torch.Tensor] = {}
+        for node in self.between:
             if node.op == "placeholder":
                 raise AssertionError(f"{node} is needed but not an input")
             if node.op == "get_attr":
-                constants[node.target] = source.constants[node.target]
+                constants[str(node.target)] = self.source.constants[str(node.target)]
             env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] for n in outputs))
-    return Recorded(graph, constants)
+        graph.output(tuple(env[n] for n in self.outputs))
+        return Recorded(graph, constants)
+
+
+def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
+    """The function from `inputs` to `outputs` that a graph contains, as a graph of its own."""
+    return Part(source, inputs, outputs).extract(names)
 
 
 def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
@@ -71,6 +94,10 @@ def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
     """What makes two graphs the same function: operations, constants, shapes, strides and dtypes."""
+    return _signature(graph.inputs, [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")], graph.outputs, graph.constants)
+
+
+def _signature(inputs: Sequence[fx.Node], between: Sequence[fx.Node], outputs: Sequence[fx.Node], constants: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     index: dict[fx.Node, int] = {}
 
     def plain(value: Any) -> Any:
@@ -82,15 +109,16 @@ def signature(graph: Recorded) -> tuple[Any, ...]:
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
         return (type(value).__name__, value)
 
-    lines = []
-    for node in graph.graph.nodes:
+    lines: list[Any] = []
+    for node in inputs:
         index[node] = len(index)
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), str(value.device)))
-        elif node.op == "get_attr":
-            value = graph.constants[node.target]
+        value = node.meta["val"]
+        lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), str(value.device)))
+    for node in between:
+        index[node] = len(index)
+        if node.op == "get_attr":
+            value = constants[str(node.target)]
             lines.append(("constant", str(value.dtype), str(value.tolist())))
         else:
             lines.append((str(node.target), plain(node.args), plain(node.kwargs)))
-    return tuple(lines)
+    return (*lines, ("output", (plain(outputs),), ()))

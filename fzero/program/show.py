@@ -106,7 +106,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case "accumulate":
             code = f"accumulate({out[0]}, {args}{into})"
         case "assign":
-            return Printed(depth, f"assign({args})", remark="in place")
+            targets, sources = line.args[: len(line.writes)], line.args[len(line.writes) :]
+            return Printed(depth, f"assign([{', '.join(targets)}], [{', '.join(sources)}])", remark="in place")
         case _:
             code = f"{line.op}({args})"
     return Printed(depth, code, out, types)

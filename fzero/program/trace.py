@@ -66,8 +66,7 @@ def run_traced(
     """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
-    with mode:
-        fakes = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in inputs]
+    fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
         recorder.input(fake, f"in_{i}").meta["name"] = name
     versions = [f._version for f in fakes]
@@ -104,6 +103,7 @@ class Lines:
         self._wanted = result_names
         self._run: list[fx.Node] = []
         self._num_runs = 0
+        self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}  # functions of blocks, and which inputs they read
         nodes = graph.graph.nodes
         self._inputs = [n for n in nodes if n.op == "placeholder"]
         self.name.update((n, n.meta["name"]) for n in self._inputs)
@@ -129,10 +129,14 @@ class Lines:
         outputs = outputs[joint.num_outputs :] if backward else outputs[: joint.num_outputs]  # type: ignore[index]
         results: dict[Any, fx.Node] = {g.args[1]: g for g in node.users}
         used = tuple(sorted(results)) if backward else tuple(range(joint.num_outputs))
-        wanted = [outputs[i] for i in used]
-        needed = ancestors(wanted, stop=set(places))
-        reads = [i for i, p in enumerate(places) if p in needed]
-        fn = self.functions.add(f"{joint.name}_vjp" if backward else joint.name, extract(joint.graph, [places[i] for i in reads], wanted))
+        key = (joint, backward, used)
+        if key not in self._cut:
+            wanted = [outputs[i] for i in used]
+            needed = ancestors(wanted, stop=set(places))
+            reads = [i for i, p in enumerate(places) if p in needed]
+            graph = extract(joint.graph, [places[i] for i in reads], wanted)
+            self._cut[key] = self.functions.add(f"{joint.name}_vjp" if backward else joint.name, graph), reads
+        fn, reads = self._cut[key]
         base, out = f"d_{joint.name}_{call}" if backward else f"{joint.name}_{call}", []
         for i in used:
             got = results.get(i)

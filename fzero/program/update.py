@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -18,13 +19,14 @@ import torch.fx as fx
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
 from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
-from fzero.program.record import Recorded
-from fzero.program.segment import ancestors, extract
+from fzero.program.record import Recorded, uncollected
+from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
 
 aten = torch.ops.aten
 
 
+@uncollected()
 def cut_update(program: Program) -> Program:
     """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
     return program.map_lines(lambda line: [line]) if not any(x.op == "update" for x in program.lines) else _Cutter(program).program
@@ -47,6 +49,9 @@ class _Cutter:
         self.graph = propagate(source, sharded, demand, size, "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
+        self.place = {name: p for p, name in self.name.items()}
+        self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
+        self._copy_moved()
         self.outputs = self.graph.outputs
         self.lines: list[Line] = []
         self.owner = self._owners(program)
@@ -55,6 +60,18 @@ class _Cutter:
         self._emit()
         at = program.lines.index(update)
         self.program = replace(program, lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]), functions=self.functions.by_name)
+
+    def _copy_moved(self) -> None:
+        """Copies what only changes its place, such as a gradient that is kept, or two leaves that are exchanged: targets are overwritten one by one."""
+        graph, outputs = self.graph.graph, self.graph.outputs
+        last, views = graph.output_node(), views_of(graph, set(self.places))
+        with graph.inserting_before(last):
+            for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
+                if node in views or self.name.get(node, target) != target:
+                    outputs[i] = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+                    value = torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format, device="meta")
+                    outputs[i].meta.update(node.meta, val=value)
+        last.args = (tuple(outputs),)
 
     def _owners(self, program: Program) -> dict[fx.Node, int]:
         """The block that every leaf value belongs to: values that meet in an operation belong together."""
@@ -72,7 +89,7 @@ class _Cutter:
                     if _is_leaf_value(arg):
                         parent[root(arg)] = root(node)
         for target, node in zip(self.line.writes, self.outputs, strict=False):  # a leaf belongs to its new value, though it may not read it
-            place = next(p for p in self.places if self.name[p] == target)
+            place = self.place[target]
             if _is_leaf_value(place) and _is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, int] = {}
@@ -147,8 +164,11 @@ class _Cutter:
         if arrays:  # metrics that are no scalars; what they read may be a view of what is overwritten next
             self._function("metrics", arrays, (), stop - set(arrays))
         writes = [(t, n) for t, n in zip(self.line.writes, self.outputs, strict=False) if self.name.get(n) != t]
-        for group in self._by_owner([n for t, n in writes if _is_leaf_value(n)]):
-            self._function("update", group, tuple(t for n in group for t, m in writes if m is n), stop - set(group))
+        targets: dict[fx.Node, list[str]] = defaultdict(list)
+        for target, node in writes:
+            targets[node].append(target)
+        for group in self._by_owner([n for n in targets if _is_leaf_value(n)]):
+            self._function("update", [n for n in group for _ in targets[n]], tuple(t for n in group for t in targets[n]), stop - set(group))
         for target, node in writes:
             if not _is_leaf_value(node):
                 self.lines.append(Line("assign", (target, self.name[node]), writes=(target,)))
@@ -169,45 +189,41 @@ class _Cutter:
         return node.op in ("call_function", "get_attr") and not _is_leaf_value(node) and not _reduces(node) and node.target not in (all_reduce, num_valid, cut)
 
     def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
-        inside = set(nodes)
-        outputs = [n for n in nodes if n not in self.name and (n in self.outputs or any(u not in inside for u in n.users))]
+        inside, returned = set(nodes), set(self.outputs)
+        outputs = [n for n in nodes if n not in self.name and (n in returned or any(u not in inside for u in n.users))]
         if outputs:
             self._function(f"scalars_{at}", outputs, (), stop - inside)
 
     def _by_owner(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
         """The nodes of each block, in the order of the blocks."""
-        groups: dict[int, list[fx.Node]] = defaultdict(list)
+        groups: dict[int, dict[fx.Node, None]] = defaultdict(dict)
         for node in nodes:
             owner = self.owner.get(node)
             if owner is None:
                 owner = self.owner.get(node.all_input_nodes[0], -1)
-            if node not in groups[owner]:
-                groups[owner].append(node)
-        return [groups[owner] for owner in sorted(groups)]
+            groups[owner][node] = None
+        return [list(groups[owner]) for owner in sorted(groups)]
 
     def _function(self, name: str, outputs: list[fx.Node], targets: tuple[str, ...], stop: set[fx.Node]) -> None:
         """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of returning them."""
         needed = ancestors(outputs, stop)
-        written = {p: t for p in self.places for t in targets if self.name[p] == t}
-        inputs = [n for n in self.graph.graph.nodes if n in stop and (n in needed or n in written)]
-        graph = extract(self.graph, inputs, outputs)
+        inputs = sorted({n for n in needed if n in stop} | {self.place[t] for t in targets})
+        part = Part(self.graph, inputs, outputs)
         args = tuple(self.name[n] for n in inputs)
+        writes = tuple(args.index(t) for t in targets)
+        key = (name, part.signature, writes)
+        if key not in self.known:
+            self.known[key] = self.functions.add(name, _written(part.extract(), writes), writes)
+        fn = self.known[key]
         if not targets:
             out = []
             for node in outputs:
                 partial = self.axes if any(u.target is all_reduce for u in node.users) else ()
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, Placement(partial=partial)))
-            self.lines.append(Line("call", args, tuple(out), self.functions.add(name, graph)))
+            self.lines.append(Line("call", args, tuple(out), fn))
             return
-        places, result = graph.inputs, graph.graph.output_node()
-        new = graph.outputs
-        with graph.graph.inserting_before(result):
-            for target, value in zip(targets, new, strict=True):
-                place = places[args.index(target)]
-                graph.graph.call_function(aten.copy_.default, (place, value)).meta["val"] = place.meta["val"]
-        result.args = ((),)
-        self.lines.append(Line("call", args, (), self.functions.add(name, graph, tuple(args.index(t) for t in targets)), writes=targets))
+        self.lines.append(Line("call", args, (), fn, writes=targets))
 
     def _cut(self, node: fx.Node, stop: set[fx.Node]) -> None:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -238,6 +254,17 @@ class _Cutter:
                     self.name[node] = self._scalar_name(node)
                     out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
                 self.lines.append(Line("wait", (handle.name,), tuple(out)))
+
+
+def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
+    """The function with its results written over these inputs instead of returned."""
+    if writes:
+        places, result, new = graph.inputs, graph.graph.output_node(), graph.outputs
+        with graph.graph.inserting_before(result):
+            for i, value in zip(writes, new, strict=True):
+                graph.graph.call_function(aten.copy_.default, (places[i], value)).meta["val"] = places[i].meta["val"]
+        result.args = ((),)
+    return graph
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:

@@ -94,8 +94,8 @@ class _Checker:
         return self.aliases.get(name, name)
 
     def _reads_new(self, line: Line, name: str) -> bool:
-        """Whether a line is meant to read what was written: the gather of new shards, the target of an assignment."""
-        return (line.op == "all_gather_start" and name in self.aliases) or (line.op == "assign" and name == line.args[0])
+        """Whether a line is meant to read what was written: the gather of new shards, the targets of an assignment."""
+        return (line.op == "all_gather_start" and name in self.aliases) or (line.op == "assign" and name in line.writes)
 
     def _check(self, line: Line) -> None:
         args = [self.known[a] for a in line.args if a in self.known]
@@ -135,9 +135,12 @@ class _Checker:
             if line.out[0].shape != args[0].shape or line.out[0].placement != args[0].placement:
                 self._add(line, f"{args[0]} accumulates to {line.out[0]}")
         elif line.op == "assign":
-            target, source = args
-            if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
-                self._add(line, f"{source} is assigned to {target}")
+            num = len(line.writes)
+            if len(args) != 2 * num:
+                self._add(line, f"assigns {len(args) - num} values to {num} leaves")
+            for target, source in zip(args[:num], args[num:], strict=False):
+                if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
+                    self._add(line, f"{source} is assigned to {target}")
 
     def _call(self, line: Line, args: list[Value]) -> None:
         function = self.program.functions.get(line.fn)

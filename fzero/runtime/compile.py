@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
-from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, zero_of
+from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, recorded, zero_of
 from fzero.mesh import Mesh
 from fzero.program.device import on_device
 from fzero.program.ir import Program
@@ -26,7 +26,7 @@ from fzero.runtime import agree, birth, gather, profile
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import Plan, parse_bytes, plan
+from fzero.schedule.plan import Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 
@@ -55,7 +55,8 @@ class _Compiled:
         """What the program that ran last costs each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             functions = {name: replace(f, graph=on_device(f.graph, self.mesh.device)) for name, f in self.program.functions.items()}
-            self._planned = self.program, plan(replace(self.program, functions=functions), backend=self.backend)
+            assert self._lowered is not None
+            self._planned = self.program, replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend)
         return self._planned[1]
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
@@ -106,13 +107,16 @@ class CompiledStep(_Compiled):
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
-        if not callable(params):
+        graph = None
+        if callable(params):
+            params, graph = recorded(params, self.mesh.device_type)
+        else:
             check_params(params)
-        inputs = params_inputs(self.step, self.mesh, abstract(params) if callable(params) else params)
+        inputs = params_inputs(self.step, self.mesh, params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         self._check_rest(inputs, opt_inputs)
-        if callable(params):
-            made = birth.from_function(params, key, inputs, self.mesh)
+        if graph is not None:
+            made = birth.from_function(graph, key, inputs, self.mesh)
         else:
             flat = tree.leaves(params)
             made = {i: shard(flat[i], inputs.leaves[i], self.mesh) for i in inputs.distinct}

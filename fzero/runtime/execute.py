@@ -27,6 +27,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     batch_axes = next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == "part_index"), ())
     carrier = transport(mesh)
     memory = carrier.pool(program.pool_bytes)
+    part_of = functools.cache(functools.partial(_range, mesh))
     namespace: dict[str, Any] = {
         **functions,
         "pool": [_tensors(line, program, mesh, memory) for line in program.pooled],
@@ -35,12 +36,12 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "all_reduce_start": carrier.all_reduce_start,
         "wait": carrier.wait,
         "cast": _cast,
-        "take_shard": functools.partial(_take_shard, mesh),
+        "take_shard": functools.partial(_take_shard, part_of),
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
-        "num_valid": functools.partial(_num_valid, mesh),
+        "num_valid": functools.partial(_num_valid, mesh.device, part_of),
         "accumulate": _accumulate,
-        "assign": lambda old, new: old.copy_(new),
+        "assign": _assign,
     }
     exec(compile(text, filename, "exec"), namespace)
     run = namespace["train"] if "train" in namespace else namespace["evaluate"]
@@ -96,12 +97,14 @@ def _cast(x: torch.Tensor, dtype: str, into: Sequence[torch.Tensor] | None = Non
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 
-def _take_shard(mesh: Mesh, whole: torch.Tensor, axis: str) -> torch.Tensor:
+_Range = Callable[[int, str], tuple[int, int, int]]
+
+
+def _take_shard(part_of: _Range, whole: torch.Tensor, axis: str) -> torch.Tensor:
     """This rank's flat shard: a view, or a padded copy on a rank whose part is not full."""
-    leaf = Leaf("", "", tuple(whole.shape), Layout(whole.dtype, (axis,)))
-    start, stop = leaf.valid_range(mesh)
-    part = whole.reshape(-1)[start:stop]
-    return part if stop - start == leaf.shard_numel(mesh) else torch.nn.functional.pad(part, (0, leaf.shard_numel(mesh) - (stop - start)))
+    start, num, size = part_of(whole.numel(), axis)
+    part = whole.reshape(-1).narrow(0, start, num)
+    return part if num == size else torch.nn.functional.pad(part, (0, size - num))
 
 
 def _take_part(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
@@ -114,10 +117,20 @@ def _part_index(mesh: Mesh, axes: tuple[str, ...], micro: int = 0, count: int = 
     return torch.full((), index * count + micro, dtype=torch.int64, device=mesh.device)
 
 
-def _num_valid(mesh: Mesh, numel: int, axis: str) -> torch.Tensor:
+def _num_valid(device: torch.device, part_of: _Range, numel: int, axis: str) -> torch.Tensor:
+    return torch.full((), part_of(numel, axis)[1], dtype=torch.int64, device=device)
+
+
+def _range(mesh: Mesh, numel: int, axis: str) -> tuple[int, int, int]:
+    """Where this rank's part of a flat leaf begins, how many elements it has, and how many with its padding."""
     leaf = Leaf("", "", (numel,), Layout(torch.float32, (axis,)))
     start, stop = leaf.valid_range(mesh)
-    return torch.full((), stop - start, dtype=torch.int64, device=mesh.device)
+    return start, stop - start, leaf.shard_numel(mesh)
+
+
+def _assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for old, new in zip(targets, sources, strict=True):
+        old.copy_(new)
 
 
 def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor]) -> torch.Tensor:

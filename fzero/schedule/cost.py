@@ -161,7 +161,7 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
         case "accumulate":
             return 3 * local_bytes(line.out[0], mesh) / device.memory_bandwidth
         case "assign":
-            return 2 * local_bytes(values[line.args[0]], mesh) / device.memory_bandwidth
+            return sum(local_bytes(values[a], mesh) for a in line.args) / device.memory_bandwidth
         case "take_shard":  # a view where the leaf divides, else a padded copy
             part = local_bytes(line.out[0], mesh)
             return 0.0 if part * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes else 2 * part / device.memory_bandwidth

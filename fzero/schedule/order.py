@@ -199,13 +199,13 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:
     """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are alive and not all."""
-    targets = {x.args[1]: x for x in lines if x.op == "assign"}
+    targets = {a: x for x in lines if x.op == "assign" for a in x.args[len(x.writes) :]}
     waits = {x.args[0]: x for x in lines if x.op == "wait" and all(v.name in targets for v in x.out)}
     starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
     finish: dict[int, list[Line]] = {}  # start -> what is done right after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
-        finish.setdefault(id(following), []).extend([wait, *(targets[v.name] for v in wait.out)])
+        finish.setdefault(id(following), []).extend([wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()])
     moved = {id(x) for group in finish.values() for x in group}
     out: list[Line] = []
     for line in lines:

@@ -47,6 +47,14 @@ class Wait(NamedTuple):
     seconds: float
 
 
+class Decision(NamedTuple):
+    """Something that a step leaves open: how it was decided for this program, and why."""
+
+    what: str
+    chosen: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one step of a program costs a rank, predicted. Made by `fz.lower(...).plan` and `train.plan`.
@@ -66,6 +74,7 @@ class Plan:
         memory: a sample a line that runs, in order; of a loop, two turns.
         events: the timeline.
         lines: the text of every line.
+        decisions: what the step left open, how it was decided, and why.
 
     Example:
         >>> import torch, fzero as fz
@@ -97,6 +106,7 @@ class Plan:
     memory: tuple[Sample, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
+    decisions: tuple[Decision, ...] = ()
 
     def __str__(self) -> str:
         from fzero.schedule.render import table
@@ -135,13 +145,14 @@ class Plan:
         picture(self, Path(path), None if budget is None else parse_bytes(budget))
 
 
-def plan(program: Program, device: Device | str | None = None, *, backend: str = "inductor") -> Plan:
+def plan(program: Program, device: Device | str | None = None, *, backend: str = "inductor", decisions: Sequence[Decision] = ()) -> Plan:
     """What a finished program costs each rank in one step. No device is touched.
 
     Args:
         program: lowered and ordered.
         device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this machine's.
         backend: that its functions will be built with: it decides what a call holds in between.
+        decisions: that made it this program.
 
     Raises:
         FzeroValueError: an unknown device.
@@ -180,6 +191,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),
+        decisions=tuple(decisions),
     )
 
 

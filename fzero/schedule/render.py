@@ -54,6 +54,8 @@ def tables(plan: Plan) -> list[Table]:
     if longest:
         waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+    if plan.decisions:
+        out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
     return out
 
 
@@ -126,6 +128,7 @@ def as_json(plan: Plan) -> str:
         "mfu": plan.mfu,
         "channels": {name: c._asdict() for name, c in plan.channels.items()},
         "waits": [{"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits],
+        "decisions": [d._asdict() for d in plan.decisions],
         "memory_columns": ["line", "turn", *ROLES],
         "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
     }

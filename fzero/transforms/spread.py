@@ -244,5 +244,5 @@ class _Rewrite:
             values = [replace(self.values[p], name=self.names(f"{identifier(p)}_new")) for p in paths]
             out.append(Line("all_gather_start", tuple(rename[p] for p in paths), (handle,), attrs={"axes": self.axes}, by=self.by))
             out.append(Line("wait", (handle.name,), tuple(values), by=self.by))
-            out += [Line("assign", (p, v.name), writes=(p,), by=self.by) for p, v in zip(paths, values, strict=True)]
+            out.append(Line("assign", (*paths, *(v.name for v in values)), writes=tuple(paths), by=self.by))
         return out
