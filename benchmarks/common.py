@@ -120,7 +120,7 @@ class Group:
 
 
 def _calibration() -> Path:
-    from fzero.schedule.calibrate import calibration_path
+    from fzero.schedule.calibration import calibration_path
 
     return calibration_path()
 

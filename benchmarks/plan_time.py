@@ -42,7 +42,7 @@ def worker(args: argparse.Namespace) -> None:
 
     import fzero as fz
     from fzero import optim
-    from fzero.schedule.calibrate import calibrate
+    from fzero.runtime.calibrate import calibrate
     from fzero.schedule.devices import get_device
     from fzero.schedule.plan import plan
 

@@ -2,8 +2,8 @@
 
     step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> -- place in the pool -->
 
-After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several choices, and the best
-is taken (fzero/budget.py). Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several choices (fzero/variants.py);
+the best is taken (fzero/budget.py) and verified. Nothing here needs devices: `lower` works for any mesh on abstract tensors.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ import torch
 
 import fzero as fz
 from fzero.errors import FzeroValueError
-from fzero.schedule import calibrate as module
-from fzero.schedule import measure
-from fzero.schedule.calibrate import calibrate, calibration_path, load_calibration, machine, save_calibration
+from fzero.runtime import calibrate as module
+from fzero.runtime import measure
+from fzero.runtime.calibrate import calibrate
+from fzero.schedule.calibration import calibration_path, load_calibration, machine, save_calibration
 from fzero.schedule.devices import KNOWN, Device, Link, get_device
 
 

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "fzero").rglob("*.py"))
+ARROWS = ("program", "transforms", "schedule", "runtime")
 COMMANDS = (
     "pip install -e . && torchrun --nproc-per-node 2 examples/train_gpt.py",
     "pip install -e '.[test]' && pytest",
@@ -51,6 +52,16 @@ def test_import_is_silent():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-W", "error", "-c", "import fzero"], capture_output=True, text=True, timeout=120, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("folder", ["program", "transforms", "schedule"])
+def test_folders_import_only_what_comes_before(folder):
+    """docs/design.md: each arrow is a folder, and nothing is imported from one further down, at the top of a file or inside a function."""
+    later = ARROWS[ARROWS.index(folder) + 1 :]
+    for path in sorted((ROOT / "fzero" / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not [n for n in names if n.startswith(tuple(f"fzero.{x}" for x in later))], f"{path.name}: {names}"
 
 
 def _private_torch_names(source: str) -> list[str]:

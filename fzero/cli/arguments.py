@@ -28,7 +28,7 @@ examples:
     "calibrate": """
 examples:
   fzero calibrate
-  torchrun --nproc-per-node 8 -m fzero.schedule.calibrate     (over the links between these ranks)""",
+  torchrun --nproc-per-node 8 -m fzero.runtime.calibrate     (over the links between these ranks)""",
 }
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)

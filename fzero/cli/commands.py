@@ -23,7 +23,8 @@ from fzero.errors import BudgetError, FzeroError, message
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh
 from fzero.program.show import show
-from fzero.schedule.calibrate import calibrate, calibration_path
+from fzero.runtime.calibrate import calibrate
+from fzero.schedule.calibration import calibration_path
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits, parse_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
 from fzero.program.record import Recorded
+from fzero.program.storages import storage_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +88,8 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
 
 
 def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that are views of nothing but `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
-    found = set(roots)
-    for node in graph.nodes:
-        view = node.op == "call_function" and (compat.is_view(node.target) or node.target is operator.getitem)
-        if view and node.all_input_nodes and set(node.all_input_nodes) <= found:
-            found.add(node)
-    return found - roots
+    """The nodes that are views of `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
+    return {node for node in graph.nodes if node not in roots and storage_of(node) in roots}
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from fzero import compat
 from fzero.program.block import Joint
 from fzero.program.record import Recorded
 from fzero.program.segment import ancestors, extract, views_of
+from fzero.program.storages import is_view, storage_of
 from fzero.program.trace import Functions
 
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ class Choices:
         late = _reached(graph, self.places[joint.num_inputs :])
         varying = _reached(graph, self.places)
         needed = ancestors(self.grads, stop=set())
-        roots = _storages(graph)
+        roots = {n: storage_of(n) for n in graph.nodes}
         self.early = [n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying]
         self.read = {n for n in self.early if n in self.grads or any(u in late and u in needed for u in n.users)}
         self.reused = {outputs[i]: i for i in sorted(alive, reverse=True)}
@@ -172,7 +173,7 @@ class Choices:
 
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of one node: of products as PyTorch counts them, of anything else one an element; none for a view."""
-    if node.target is operator.getitem or compat.is_view(node.target) or node.target is aten._unsafe_view.default:
+    if node.target is operator.getitem or is_view(node):
         return 0
     arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     (args, kwargs), value = arguments, node.meta["val"]
@@ -198,14 +199,3 @@ def _reached(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _storages(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose storage it is in: itself, unless it is a view."""
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        first: Any = node.args[0] if node.args else None
-        view = node.op == "call_function" and (compat.is_view(node.target) or node.target is aten._unsafe_view.default)
-        part = node.target is operator.getitem and roots[first] is not first  # of a list of views
-        roots[node] = roots[first] if (view or part) and isinstance(first, fx.Node) else node
-    return roots

@@ -170,7 +170,7 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
         >>> get_device("h200").memory_bytes
         141000000000
     """
-    from fzero.schedule.calibrate import calibration_path, load_calibration
+    from fzero.schedule.calibration import calibration_path, load_calibration
 
     if name is None:
         generic = KNOWN["cpu" if device_type == "cpu" else "h100"]

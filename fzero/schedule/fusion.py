@@ -20,7 +20,8 @@ import torch
 import torch.fx as fx
 
 from fzero.program.record import Recorded
-from fzero.schedule.nodes import PRODUCTS, by_locality, contiguous, in_order, is_view, maker_of, nbytes, numel, packet, writes
+from fzero.program.storages import is_view, storage_of, writes
+from fzero.schedule.nodes import PRODUCTS, by_locality, contiguous, in_order, maker_of, nbytes, numel, packet
 
 aten = torch.ops.aten
 
@@ -100,9 +101,7 @@ class _Analysis:
         self.nodes = [n for n in nodes if n.op != "output"]
         self.on_cpu = not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
-        self.buffer: dict[fx.Node, fx.Node] = {}  # a node -> the node that made its memory
-        for node in self.nodes:
-            self.buffer[node] = self._base(node)
+        self.buffer = {n: storage_of(n) for n in self.nodes}
         self.sizes = {n: nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
         self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
         # what is computed: buffers that operations make, and operations that write to one there is
@@ -122,14 +121,6 @@ class _Analysis:
         number = {i: place for place, i in enumerate(order)}
         after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
         return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self.on_cpu)
-
-    def _base(self, node: fx.Node) -> fx.Node:
-        if node.op == "call_function" and node.target is operator.getitem:
-            source = maker_of(node)
-            return self.buffer[source] if is_view(source) else node
-        if is_view(node) or writes(node):
-            return self.buffer[node.all_input_nodes[0]]
-        return node
 
     def _written(self) -> set[fx.Node]:
         """Values that are written to memory. Among what one operation returns, the smaller ones are reductions."""

@@ -13,14 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.fx as fx
-
-from fzero import compat
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
 from fzero.program.show import last_reads
-
-aten = torch.ops.aten
+from fzero.program.storages import storage_of
 
 ROLES: tuple[str, ...] = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
 """What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
@@ -186,25 +181,13 @@ class Output(NamedTuple):
 def output_storages(function: Function) -> list[Output]:
     """The storage of each result. Results that are views of one tensor share it."""
     places = {n: i for i, n in enumerate(function.graph.inputs)}
-    roots = [_root(n) for n in function.graph.outputs]
+    roots = [storage_of(n) for n in function.graph.outputs]
     numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
     found = []
     for node in roots:
         nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0  # a literal belongs to the function
         found.append(Output(places.get(node), numbers[node], nbytes))
     return found
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a node's value lies in."""
-    while node.op == "call_function" and node.all_input_nodes:
-        source = node.all_input_nodes[0]
-        viewed = source.op == "call_function" and compat.is_view(source.target)  # one of the results of `unbind` or `split`
-        if compat.is_view(node.target) or node.target is aten._unsafe_view.default or (not compat.is_operator(node.target) and viewed):
-            node = source
-        else:
-            return node
-    return node
 
 
 # --- roles ---

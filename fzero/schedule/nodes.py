@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero.program.storages import writes
 
 aten = torch.ops.aten
 
@@ -31,8 +31,6 @@ PRODUCTS = {
     aten._scaled_dot_product_cudnn_attention_backward,
 }
 """Operations that are a library's own kernel: what they read and write is in memory."""
-
-_VIEWS = {aten._unsafe_view, aten._reshape_alias, aten.alias, aten.detach, aten.lift_fresh}
 
 
 def packet(node: fx.Node) -> object:
@@ -88,15 +86,6 @@ def maker_of(node: fx.Node) -> fx.Node:
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
     assert isinstance(source, fx.Node)
     return source
-
-
-def is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and (compat.is_view(node.target) or packet(node) in _VIEWS)
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether an operation overwrites its first argument."""
-    return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
 def nbytes(value: object) -> int:

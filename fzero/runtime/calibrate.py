@@ -1,7 +1,7 @@
 """Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
 
 fzero calibrate                                  # one process: starts as many as the host has places for ranks, and measures with them
-torchrun --nproc-per-node 8 -m fzero.schedule.calibrate      # or under torchrun: over the links between these ranks
+torchrun --nproc-per-node 8 -m fzero.runtime.calibrate      # or under torchrun: over the links between these ranks
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,10 +21,10 @@ import torch.distributed as dist
 
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
-from fzero.schedule.devices import FORMAT, KNOWN, Device, Link
-from fzero.schedule.measure import rates
+from fzero.runtime.measure import rates
+from fzero.schedule.calibration import calibration_path, cores, cpu_model, machine, save_calibration
+from fzero.schedule.devices import KNOWN, Device, Link
 
-_REDO = "measure again on this machine: fzero calibrate"
 _PATIENCE = 300.0  # seconds that the processes get which measure together
 
 
@@ -65,64 +64,6 @@ def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable
     return device
 
 
-def calibration_path(device_type: str = "cpu") -> Path:
-    """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
-    where = os.environ.get("FZERO_CACHE", "")
-    folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"  # "off" is about compiled functions
-    return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
-
-
-def save_calibration(device: Device, path: Path) -> None:
-    """Writes a calibration file; a reader sees the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(device.to_json() + "\n")
-    os.replace(part, path)
-
-
-def load_calibration(path: str | Path) -> Device:
-    """The device of a calibration file.
-
-    Raises:
-        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both sides.
-    """
-    text = Path(path).read_text()
-    try:
-        data: dict[str, Any] = json.loads(text)
-        found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise FzeroValueError(message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)) from error
-    here = {"format": FORMAT, "torch": torch.__version__, **machine(str(found.get("device_type", "cpu")))}
-    wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
-    if wrong:
-        raise FzeroValueError(message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO))
-    return Device.from_json(text)
-
-
-def machine(device_type: str) -> dict[str, Any]:
-    """What a calibration is valid for."""
-    cuda = device_type == "cuda" and torch.cuda.is_available()
-    return {
-        "device_type": device_type,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
-        "cores": _cores(),
-        "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-    }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _alone() -> Mesh:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return Mesh({"data": 1}, 0, device)
@@ -130,7 +71,7 @@ def _alone() -> Mesh:
 
 def _places(device_type: str) -> int:
     """Ranks that measure together on this host: two on a CPU that has cores for them, every CUDA device."""
-    return torch.cuda.device_count() if device_type == "cuda" else max(1, min(2, _cores() // torch.get_num_threads()))
+    return torch.cuda.device_count() if device_type == "cuda" else max(1, min(2, cores() // torch.get_num_threads()))
 
 
 def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Device:
@@ -143,9 +84,9 @@ def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Devic
     return replace(
         generic,
         **{**measured, "links": links},
-        name=torch.cuda.get_device_name(0) if cuda else _cpu_model(),
+        name=torch.cuda.get_device_name(0) if cuda else cpu_model(),
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() // num_ranks,
-        devices_per_host=torch.cuda.device_count() if cuda else max(1, _cores() // torch.get_num_threads()),
+        devices_per_host=torch.cuda.device_count() if cuda else max(1, cores() // torch.get_num_threads()),
         source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
         machine=machine(device_type),
     )
@@ -167,7 +108,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float) -> dict[str, Any]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": torch.get_num_threads()}
-    command = [sys.executable, "-m", "fzero.schedule.calibrate", device_type, str(seconds)]
+    command = [sys.executable, "-m", "fzero.runtime.calibrate", device_type, str(seconds)]
     running = []
     for rank in range(num_ranks):
         env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}

@@ -21,6 +21,7 @@ from fzero.mesh import Mesh
 from fzero.program.device import on_device
 from fzero.program.ir import Function
 from fzero.program.record import record
+from fzero.runtime.build import build, has_compiler
 from fzero.schedule.devices import Link
 
 aten = torch.ops.aten
@@ -100,8 +101,6 @@ def copy_rate(device: torch.device, seconds: float) -> float:
 
 def call_seconds(mesh: Mesh, seconds: float) -> float:
     """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no compiler."""
-    from fzero.runtime.build import build, has_compiler  # only here: what a call costs is a matter of how functions are built
-
     device = mesh.device
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,37 @@
+"""Which values of a recorded graph share memory: a view lies in what it views, what overwrites a value lies where that did, anything else is made anew.
+
+A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may keep (program/split.py), which views
+are remade rather than passed on (program/segment.py), what a function's results keep alive (schedule/memory.py), what its kernels read and
+write (schedule/fusion.py). Not so program/propagate.py: there a view is what a flat shard stays a shard under, memory or not.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+
+aten = torch.ops.aten
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """The node that makes the memory a node's value lies in: itself, unless it is a view, or overwrites its first argument."""
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if not (is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))):  # a result of `unbind` or `split`
+            return node
+        node = source
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node returns its first argument's memory under another shape, or several parts of it. `_unsafe_view` does, though its schema denies it."""
+    return node.op == "call_function" and (compat.is_view(node.target) or node.target is aten._unsafe_view.default)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operation overwrites its first argument. Only functions that write into what they are given have such: a recorded graph is functional."""
+    return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
