@@ -71,6 +71,7 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
     """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there instead of returning them."""
     if not which:
         return source
+    assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), "a function that writes its arguments has no results to place"
     copy = extract(source, source.inputs, source.outputs)
     graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
     last = graph.output_node()
