@@ -25,7 +25,7 @@ from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.names import apart
-from fzero.program.record import Recorded, record
+from fzero.program.record import Recorded, record, uncollected
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.program.update import cut_update
@@ -175,6 +175,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         program = verify(accumulate.rewrite(program, num_micro, shapes))
         return verify(cut_update(verify(spread.rewrite(program, zero, whole_grads))))
 
+    @uncollected()
     def build(choice: Choice) -> Program:
         return _ordered(spread_out(choice.remat, choice.whole_grads), choice.order)
 

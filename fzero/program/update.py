@@ -19,14 +19,13 @@ import torch.fx as fx
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
 from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
-from fzero.program.record import Recorded, uncollected
+from fzero.program.record import Recorded
 from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
 
 aten = torch.ops.aten
 
 
-@uncollected()
 def cut_update(program: Program) -> Program:
     """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
     return program.map_lines(lambda line: [line]) if not any(x.op == "update" for x in program.lines) else _Cutter(program).program
