@@ -13,6 +13,7 @@ from typing import Any
 from fzero.budget import Choice
 from fzero.program.ir import Program
 from fzero.program.names import apart
+from fzero.program.record import uncollected
 from fzero.program.splice import cut_as
 from fzero.program.split import Choices
 from fzero.program.update import cut_update
@@ -50,9 +51,10 @@ class Variants:
 
     def verified(self, choice: Choice) -> Program:
         """The program of a choice, with each that it came from verified."""
-        for program in self._stages(choice):
-            verify(program)
-        return check(verify(self(choice)))
+        with uncollected():
+            for program in self._stages(choice):
+                verify(program)
+            return check(verify(self(choice)))
 
     def _key(self, choice: Choice) -> tuple[Any, bool]:
         return remat.kept(self._base, choice.remat, self._blocks), choice.whole_grads

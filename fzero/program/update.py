@@ -19,7 +19,7 @@ import torch.fx as fx
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
 from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
-from fzero.program.record import Recorded, uncollected
+from fzero.program.record import Recorded
 from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
 
