@@ -28,10 +28,7 @@ aten = torch.ops.aten
 
 def cut_update(program: Program) -> Program:
     """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
-    if not any(x.op == "update" for x in program.lines):
-        return program.map_lines(lambda line: [line])
-    with uncollected():
-        return _Cutter(program).program
+    return program.map_lines(lambda line: [line]) if not any(x.op == "update" for x in program.lines) else _Cutter(program).program
 
 
 class _Cutter:
