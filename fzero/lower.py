@@ -109,9 +109,10 @@ def lower(
         params = abstract(params)
     check_params(params)
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
-    if device is not None and type(mesh) is AbstractMesh:
+    kind = "cuda" if rates.asynchronous else "cpu"
+    if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         axes: dict[str, Any] = mesh.axes
-        mesh = AbstractMesh(device_type="cuda" if rates.asynchronous else "cpu", **axes)
+        mesh = AbstractMesh(device_type=kind, **axes)
     budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
     return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
 
