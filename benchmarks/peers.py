@@ -5,13 +5,15 @@
     python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
 
 All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A contestant is a pair of
-processes that steps when it is told to; the others wait. So drift of the machine meets all alike, and what is compared are ratios within a round.
+processes that steps when it is told to; the others wait. Rounds are short and many, each in an order of its own, so drift of the machine meets all alike;
+what is compared are ratios within a round.
 The large model lives with one contestant at a time, which are started anew in every round: memory is for the one that steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from common import RESULTS, model_flags, publish, verdict
 from contestants import CONTESTANTS, contest_flags, installed, start
 
 PRESETS = {
-    "small": {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8, "warmup": 2, "rounds": 7, "steps": 3, "turns": False},
+    "small": {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8, "warmup": 2, "rounds": 15, "steps": 2, "turns": False},
     "large": {"layers": 8, "width": 768, "heads": 12, "seq": 256, "batch": 8, "warmup": 1, "rounds": 3, "steps": 2, "turns": True},
 }
 
@@ -107,8 +109,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, A
         contest = Contest(args, caches)
         try:
             for number in range(args.rounds):
-                shift = number % len(names)
-                for name in names[shift:] + names[:shift] if number else names:
+                for name in random.Random(number).sample(names, len(names)) if number else names:
                     contest.turn(name, number)
                 print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
         finally:
