@@ -1,7 +1,7 @@
 """The step of fzero beside its peers: one model, one batch, one optimizer, interleaved in one run.
 
-    python benchmarks/peers.py                      # 4 layers of width 512: about 15 minutes on 2 cores
-    python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: about an hour
+    python benchmarks/peers.py                      # 4 layers of width 512: about 11 minutes on 2 cores
+    python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: 90 seconds a contestant
     python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
 
 All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A contestant is a pair of
