@@ -45,6 +45,10 @@ class DivergenceError(FzeroError, RuntimeError):
     """Ranks that would run different programs, or that did not come to compare them."""
 
 
+class TierError(FzeroError, RuntimeError):
+    """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint is not."""
+
+
 class CheckpointError(FzeroValueError):
     """A checkpoint that is missing, damaged, incomplete or of another model."""
 

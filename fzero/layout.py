@@ -11,21 +11,42 @@ an evaluation run, from the state alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fzero.mesh import AbstractMesh, Mesh
 
 
+TIERS = ("device", "host", "disk")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier, and the dtype it is stored in."""
+    """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier (one of `TIERS`), and the dtype it is stored in."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     tier: str = "device"
+
+
+class Storage(Protocol):
+    """Scratch files of a rank, as one range of bytes (fzero/comm/disk.py)."""
+
+    def read(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
+
+    def write(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files."""
+
+    files: Storage
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -81,10 +102,17 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     return out
 
 
-def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """Marks a tensor of a state as this rank's part of `leaf`."""
+def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None) -> torch.Tensor:
+    """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it rests, with its extent."""
     tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
+    if extent is not None:
+        tensor._fzero_extent = extent  # type: ignore[attr-defined]
     return tensor
+
+
+def extent_of(tensor: Any) -> Extent | None:
+    """Where on disk a tensor of a state rests; None for one that is in memory."""
+    return getattr(tensor, "_fzero_extent", None)
 
 
 def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:

@@ -30,6 +30,7 @@ class AbstractMesh:
         device_type: "cpu" or "cuda".
         shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do here: what one has read is
             known later, so a program's pool is larger.
+        unified_memory: whether host and device are one memory, as on a CPU: what moves between them stays where it is.
         **axes: the size of each axis.
 
     Example:
@@ -40,11 +41,13 @@ class AbstractMesh:
     axes: dict[str, int]
     device_type: str = "cpu"
     shared_memory: bool = True
+    unified_memory: bool = True
 
-    def __init__(self, *, device_type: str = "cpu", shared_memory: bool | None = None, **axes: int):
+    def __init__(self, *, device_type: str = "cpu", shared_memory: bool | None = None, unified_memory: bool | None = None, **axes: int):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device_type)
         object.__setattr__(self, "shared_memory", device_type == "cpu" if shared_memory is None else shared_memory)
+        object.__setattr__(self, "unified_memory", device_type == "cpu" if unified_memory is None else unified_memory)
 
     @property
     def size(self) -> int:
@@ -65,7 +68,7 @@ class AbstractMesh:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return *self.axes.items(), self.device_type, self.shared_memory
+        return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,7 @@ class Mesh(AbstractMesh):
         timeout: float = 600.0,
         shared_memory: bool = False,
         gather_mesh: Any = None,
+        unified_memory: bool | None = None,
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device.type)
@@ -97,6 +101,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "timeout", timeout)
         object.__setattr__(self, "shared_memory", shared_memory)
         object.__setattr__(self, "gather_mesh", gather_mesh)
+        object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "transport", None)
 
     @property
@@ -131,13 +136,15 @@ class Mesh(AbstractMesh):
         return self
 
 
-def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memory: bool = True, **axes: int) -> Mesh:
+def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memory: bool = True, unified_memory: bool | None = None, **axes: int) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
     Args:
         device: "cuda" or "cpu"; by default CUDA when there is a device for every process of this host.
         timeout: seconds after which a collective that some rank never joins fails.
         shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them through gloo.
+        unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is offloaded is copied, as for a GPU, by a
+            thread: for tests, to no other use.
         **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
             -1: whatever is left. Without any: `data=-1`.
 
@@ -190,7 +197,7 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
     else:
         _keep_freed_memory()
     if world == 1:
-        return Mesh(axes, rank, where)
+        return Mesh(axes, rank, where, unified_memory=unified_memory)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         store = _meet(rank, world, timeout)
@@ -199,7 +206,7 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     gathers = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)) if device == "cuda" else None
-    return Mesh(axes, rank, where, grid, timeout, device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd"), gathers)
+    return Mesh(axes, rank, where, grid, timeout, device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd"), gathers, unified_memory)
 
 
 def _keep_freed_memory() -> None:

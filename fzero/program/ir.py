@@ -116,7 +116,11 @@ class Line:
         return replace(self, args=tuple(names.get(a, a) for a in self.args))
 
 
-TRANSFERS = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
+COLLECTIVES = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
+"""Transfers between ranks, over mesh axes."""
+COPIES = {"to_host_start", "to_device_start", "disk_read_start", "disk_write_start"}
+"""Transfers between the tiers of one rank."""
+TRANSFERS = COLLECTIVES | COPIES
 
 
 @dataclass(frozen=True, eq=False)
