@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.budget import Choice
+from fzero.program.early import early
 from fzero.program.ir import Program
 from fzero.program.names import apart
 from fzero.program.record import uncollected
@@ -73,4 +74,4 @@ class Variants:
 
 def finished(program: Program, choice: Order) -> Program:
     """A program whose update is cut, put in order, with its places in the pool."""
-    return buffers.place(apart(order(program, choice)))
+    return buffers.place(apart(order(early(program), choice)))

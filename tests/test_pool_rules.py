@@ -15,7 +15,7 @@ import fzero as fz
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
-from fzero.program.ir import TRANSFERS, Line, Program
+from fzero.program.ir import COLLECTIVES, Line, Program
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 
@@ -152,7 +152,7 @@ def test_donated_state_read_late(stage3: Program) -> None:
     rejects(replace(stage3, lines=(*stage3.lines, late)), "has been overwritten")
 
 
-@pytest.mark.parametrize("op", sorted(TRANSFERS))
+@pytest.mark.parametrize("op", sorted(COLLECTIVES))
 def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     """What would be a deadlock: the rank waits for the others, who wait for it to start."""
     start, wait = transfers(stage3, op)[0]
@@ -200,7 +200,7 @@ def allocations_of_transfers(stage: str, shared: bool) -> tuple[list[int], int]:
     finally:
         for name, fn in before.items():
             setattr(carrier, name, fn)
-    return counts, sum(line.op in TRANSFERS for line, _ in train.program.walk())
+    return counts, sum(line.op in COLLECTIVES for line, _ in train.program.walk())
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])

@@ -21,6 +21,12 @@ gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buf
   reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
   all_reduce_start         the flat of each argument
   wait                     each result, a view of what its transfer filled
+
+[Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line computes where what it reads
+lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` (to the host) each make new values, handed out by their `wait`; with
+`writes` a copy goes over leaves at rest instead, as `disk_write_start` always does: its arguments are those leaves, then the values for them. Host
+values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`): there copies between the two
+hand out what they are given, and everything lies in one pool.
 """
 
 from __future__ import annotations
@@ -58,12 +64,13 @@ MOVING = Placement("moving")
 
 @dataclass(frozen=True)
 class Value:
-    """What a line makes: name, shape of the whole, dtype, and how it relates to the mesh."""
+    """What a line makes: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement = WHOLE
+    tier: str = "device"
 
     @property
     def numel(self) -> int:
@@ -81,17 +88,20 @@ class Value:
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-        return text if self.placement == WHOLE else f"{text} {self.placement}"
+        text = text if self.placement == WHOLE else f"{text} {self.placement}"
+        return text if self.tier == "device" else f"{text} on {self.tier}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in the pool: bytes from its start, elements, dtype; with `part`, this rank's part along those axes of the flat that begins there."""
+    """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this rank's part along those axes of the
+    flat that begins there."""
 
     offset: int
     numel: int
     dtype: torch.dtype
     part: tuple[str, ...] = ()
+    arena: str = "device"
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +162,7 @@ class Program:
     owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
     sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
     pool_bytes: int = 0
+    host_pool_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[Line, int]]:
         """Every line with the number of times it runs in a step, bodies of loops included."""
@@ -206,9 +217,23 @@ class Program:
 
 
 def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-    """Bytes a rank sends in a transfer with a ring algorithm: (n-1)/n of the whole to gather or to reduce-scatter, twice that to all-reduce."""
+    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather or to reduce-scatter, twice that to
+    all-reduce. A copy between tiers moves what the rank has of its values; between host and device nothing, where they are one memory."""
+    if line.op in COPIES:
+        stays = mesh.unified_memory and line.op in ("to_host_start", "to_device_start")
+        return 0 if stays else sum(local_bytes(values[a], mesh) for a in copied(line))
     size = mesh.axis_size(line.attrs["axes"])
     args = [values[a] for a in line.args]
     if line.op == "all_reduce_start":  # of shards, on a mesh with a replica axis, only the shard travels
         return sum(v.nbytes // mesh.axis_size(v.placement.axes) for v in args) * 2 * (size - 1) // size
     return sum(v.nbytes for v in args) * (size - 1) // size
+
+
+def local_bytes(value: Value, mesh: AbstractMesh) -> int:
+    """Bytes of a value on one rank: of a shard its padded part."""
+    return math.prod(value.held(mesh)) * value.dtype.itemsize
+
+
+def copied(line: Line) -> tuple[str, ...]:
+    """What a copy between tiers reads: its arguments, but for the leaves it writes."""
+    return line.args[len(line.writes) :]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero.layout import TIERS
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
 from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
@@ -24,6 +25,10 @@ from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
 
 aten = torch.ops.aten
+
+Owner = tuple[int, int]
+"""The number of a block, and of a tier in `TIERS`."""
+NOBODY: Owner = (-1, 0)
 
 
 def cut_update(program: Program) -> Program:
@@ -72,8 +77,8 @@ class _Cutter:
                     outputs[i].meta.update(node.meta, val=value)
         last.args = (tuple(outputs),)
 
-    def _owners(self, program: Program) -> dict[fx.Node, int]:
-        """The block that every leaf value belongs to: values that meet in an operation belong together."""
+    def _owners(self, program: Program) -> dict[fx.Node, Owner]:
+        """The block that every leaf value belongs to, and its tier: values that meet in an operation belong together, on the tier farthest from the device."""
         parent: dict[fx.Node, fx.Node] = {}
 
         def root(node: fx.Node) -> fx.Node:
@@ -91,15 +96,16 @@ class _Cutter:
             place = self.place[target]
             if _is_leaf_value(place) and _is_leaf_value(node):
                 parent[root(place)] = root(node)
-        owner: dict[fx.Node, int] = {}
+        owner: dict[fx.Node, Owner] = {}
         grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
         aliases = self.line.attrs.get("leaf", {})
         for place in self.places:
             name = self.name[place]
-            number = program.owners.get(aliases.get(name, grads.get(name, name)))
-            if number is not None:
-                owner[root(place)] = min(number, owner.get(root(place), number))
-        return {n: owner.get(root(n), -1) for n in parent}
+            leaf = aliases.get(name, grads.get(name, name))
+            number, before = program.owners.get(leaf, NOBODY[0]), owner.get(root(place), NOBODY)
+            tier = TIERS.index(program.leaves[leaf].layout.tier) if leaf in program.leaves and name not in grads else 0
+            owner[root(place)] = min((n for n in (number, before[0]) if n >= 0), default=-1), max(tier, before[1])
+        return {n: owner.get(root(n), NOBODY) for n in parent}
 
     def _levels(self) -> dict[fx.Node, int]:
         """How many reductions lie before a node."""
@@ -111,11 +117,11 @@ class _Cutter:
     def _pack(self) -> None:
         """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move and read."""
         level, graph = self._levels(), self.graph.graph
-        groups: dict[tuple[int, int, torch.dtype, str], list[fx.Node]] = defaultdict(list)
+        groups: dict[tuple[int, Owner, torch.dtype, str], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if _reduces(node):
                 across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
-                groups[level[node], self.owner.get(node.all_input_nodes[0], -1), node.meta["val"].dtype, str(across)].append(node)
+                groups[level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, str(across)].append(node)
         last = graph.output_node()
         for (_, owner, dtype, across), group in groups.items():
             if len(group) == 1:
@@ -170,11 +176,11 @@ class _Cutter:
             self._function("update", [n for n in group for _ in targets[n]], tuple(t for n in group for t in targets[n]), stop - set(group))
         for target, node in writes:
             if not _is_leaf_value(node):
-                self.lines.append(Line("assign", (target, self.name[node]), writes=(target,)))
+                self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
         for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
             if self.name[node] == value.name:
                 continue
-            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}))
+            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}, by="optimizer"))
 
     def _scalar_name(self, node: fx.Node) -> str:
         """A metric's own name, or the next number."""
@@ -194,12 +200,12 @@ class _Cutter:
             self._function(f"scalars_{at}", outputs, (), stop - inside)
 
     def _by_owner(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """The nodes of each block, in the order of the blocks."""
-        groups: dict[int, dict[fx.Node, None]] = defaultdict(dict)
+        """The nodes of each block and tier, in the order of the blocks."""
+        groups: dict[Owner, dict[fx.Node, None]] = defaultdict(dict)
         for node in nodes:
             owner = self.owner.get(node)
             if owner is None:
-                owner = self.owner.get(node.all_input_nodes[0], -1)
+                owner = self.owner.get(node.all_input_nodes[0], NOBODY)
             groups[owner][node] = None
         return [list(groups[owner]) for owner in sorted(groups)]
 
@@ -220,9 +226,9 @@ class _Cutter:
                 partial = self.axes if any(u.target is all_reduce for u in node.users) else ()
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, Placement(partial=partial)))
-            self.lines.append(Line("call", args, tuple(out), fn))
+            self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
             return
-        self.lines.append(Line("call", args, (), fn, writes=targets))
+        self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
 
     def _cut(self, node: fx.Node, stop: set[fx.Node]) -> None:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -236,7 +242,7 @@ class _Cutter:
         shape = source.shape if source is not None else tuple(node.meta["val"].shape)
         if op == "num_valid":
             placement = Placement("local", self.axes)
-        self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs))
+        self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
         """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel together."""
@@ -252,7 +258,7 @@ class _Cutter:
                 for node in group:
                     self.name[node] = self._scalar_name(node)
                     out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
-                self.lines.append(Line("wait", (handle.name,), tuple(out)))
+                self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
 
 
 def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:

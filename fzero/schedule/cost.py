@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fzero.mesh import AbstractMesh
 from fzero.program.block import Joint
-from fzero.program.ir import TRANSFERS, Function, Line, Program, Value, transfer_bytes
+from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Program, local_bytes, transfer_bytes
 from fzero.program.segment import ancestors
 from fzero.schedule.devices import Device
 from fzero.schedule.fusion import kernels
@@ -134,17 +134,13 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def channel(line: Line) -> str | None:
-    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; None for a line that moves nothing."""
+    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`, `to_device` and `disk`, whose reads and
+    writes share one device; None for a line that moves nothing."""
     if line.op not in TRANSFERS:
         return None
+    if line.op in COPIES:
+        return "disk" if line.op.startswith("disk") else line.op.removesuffix("_start")
     return f"{'gather' if line.op == 'all_gather_start' else 'reduce'}:{','.join(line.attrs['axes'])}"
-
-
-def local_bytes(value: Value, mesh: AbstractMesh) -> int:
-    """Bytes of a value on one rank: of a shard its padded part."""
-    if value.placement.kind != "shard":
-        return value.nbytes
-    return -(-math.prod(value.shape) // mesh.axis_size(value.placement.axes)) * value.dtype.itemsize
 
 
 def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
@@ -170,9 +166,13 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
-    """Time of one transfer, by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its share over
-    the host's links to others, so an axis with k ranks on each host has k of them."""
+    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its
+    share over the host's links to others, so an axis with k ranks on each host has k of them."""
     mesh = program.mesh
+    if line.op in COPIES:
+        nbytes = transfer_bytes(line, program.values_by_name, mesh)
+        way = {"disk_read_start": device.disk_read, "disk_write_start": device.disk_write}.get(line.op, device.host_copy)
+        return way.seconds(nbytes) if nbytes else 0.0
     size = mesh.axis_size(line.attrs["axes"])
     if size == 1:
         return 0.0

@@ -1,0 +1,105 @@
+"""The optimizer's lines where they may first run: the update of a block right after the backward that makes its gradients, if nothing of all leaves, such as a
+norm to clip by, must be known before. So gradients need not pile up, and what moves the state of one block runs beside the backward of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fzero.program.ir import COLLECTIVES, Function, Line, Program
+from fzero.program.storages import storage_of
+
+
+def early(program: Program) -> Program:
+    """The program with each line of the optimizer right after the last line that it must come after; where that waits for other ranks, a block later, for the
+    block to run meanwhile."""
+    first = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
+    if first is None:
+        return program
+    after = _Dependencies(program)
+    slots: list[list[Line]] = [[line] for line in program.lines[:first]]  # a line, and those that come right after it
+    for i, line in enumerate(program.lines[:first]):
+        after.ran(line, i)
+    head: list[Line] = []
+    collectives = {x.out[0].name for x in program.lines[:first] if x.op in COLLECTIVES}
+    later = _next_blocks(program.lines[:first])
+    for line in program.lines[first:]:
+        at = after.needed(line)
+        if at >= 0 and program.lines[at].op == "wait" and program.lines[at].args[0] in collectives:
+            at = later[at]
+        (slots[at] if at >= 0 else head).append(line)
+        after.ran(line, at)
+    return replace(program, lines=(*head, *(line for slot in slots for line in slot)))
+
+
+def _next_blocks(lines: Sequence[Line]) -> list[int]:
+    """For each line where the next block after it has run, and what it made is on its way to the other ranks; at the end the last line."""
+    out, found = [len(lines) - 1] * len(lines), len(lines) - 1
+    for i in reversed(range(len(lines))):
+        out[i] = found
+        if lines[i].attrs.get("backward"):
+            found = i
+            while found + 1 < len(lines) and lines[found + 1].op in ("cast", *COLLECTIVES):
+                found += 1
+    return out
+
+
+class _Dependencies:
+    """After which line another may run: what it reads has been made, and nobody reads any more, or moves, what it writes."""
+
+    def __init__(self, program: Program):
+        self._functions = program.functions
+        self._views: dict[str, dict[int, int]] = {}  # of a function: results that lie in an argument
+        self._of: dict[str, set[str]] = {}  # whose memory a value may lie in
+        self._made: dict[str, int] = {}
+        self._read: dict[str, int] = {}  # the last line that reads a value's memory
+        self._written: dict[str, int] = {}
+        self._started: dict[str, Line] = {}
+
+    def needed(self, line: Line) -> int:
+        at = [-1, *(self._made.get(a, -1) for a in _read(line))]
+        at += [self._written.get(root, -1) for a in line.args for root in self._roots(a)]
+        at += [self._read.get(root, -1) for w in line.writes for root in self._roots(w)]
+        return max(at)
+
+    def ran(self, line: Line, at: int) -> None:
+        if line.op in COLLECTIVES:
+            self._started[line.out[0].name] = line
+        moved = self._started[line.args[0]].args if line.op == "wait" and line.args[0] in self._started else ()  # a transfer reads until its wait
+        for name in (*_read(line), *moved):
+            for root in self._roots(name):
+                self._read[root] = max(self._read.get(root, -1), at)
+        for x in (line, *line.body):
+            for i, value in enumerate(x.out):
+                self._made[value.name] = at
+                self._of[value.name] = {value.name, *(root for a in _shares(x, i, self._shared(x.fn)) for root in self._roots(a))}
+        for name in line.writes:
+            for root in self._roots(name):
+                self._written[root] = at
+
+    def _roots(self, name: str) -> set[str]:
+        return self._of.get(name, {name})
+
+    def _shared(self, fn: str) -> dict[int, int]:
+        if fn and fn not in self._views:
+            self._views[fn] = shared_arguments(self._functions[fn])
+        return self._views.get(fn, {})
+
+
+def shared_arguments(function: Function) -> dict[int, int]:
+    """For each result that lies in the memory of an argument, which."""
+    places = {n: i for i, n in enumerate(function.graph.inputs)}
+    roots = [storage_of(n) for n in function.graph.outputs]
+    return {i: places[root] for i, root in enumerate(roots) if root in places}
+
+
+def _shares(line: Line, which: int, shared: dict[int, int]) -> Sequence[str]:
+    """The argument that a result may share memory with."""
+    if line.op in ("take_shard", "take_part"):
+        return line.args[:1]
+    return (line.args[shared[which]],) if which in shared else ()
+
+
+def _read(line: Line) -> tuple[str, ...]:
+    return (*line.args, *(a for x in line.body for a in x.args))
