@@ -136,12 +136,13 @@ TRANSFERS = COLLECTIVES | COPIES
 @dataclass(frozen=True, eq=False)
 class Function:
     """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites; `into`: indices of the
-    outputs that it writes into buffers it is given, instead of returning them."""
+    outputs that it writes into buffers it is given, instead of returning them; `on`: whether the device runs it, or the host."""
 
     name: str
     graph: Recorded
     writes: tuple[int, ...] = ()
     into: tuple[int, ...] = ()
+    on: str = "device"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
+
+Lines compute on the device, but for those of the optimizer that read what rests elsewhere: they compute on the host, unless `update_on` says otherwise, and
+gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it, cast on the host if it is computed in another dtype; one
+that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from fzero.program.base import identifier
+from fzero.program.early import shared_arguments
+from fzero.program.ir import MOVING, Function, Line, Program, Value
+from fzero.program.names import Names
+from fzero.transforms.offload import Offload, spread_out
+
+SMALL = 1 << 14  # bytes: an activation of less stays on the device
+
+
+def rewrite(program: Program) -> Program:
+    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged."""
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    return _Rewrite(program, records).run() if records else program
+
+
+class _Rewrite:
+    def __init__(self, program: Program, records: Sequence[Offload]):
+        self.program, self.records = program, records
+        self.values, self.names = program.values(), Names(program.values())
+        self.functions = dict(program.functions)
+        self.lies: dict[str, dict[str, str]] = {}  # by value: the names under which it lies on each tier, if not just where it is made
+        self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
+        self.started: dict[str, int] = {}
+        self.streams = any("params" in r.of for r in records)
+        self.update_on = next((r.update_on for r in records if r.update_on != "auto"), "host")
+        self.scalars: set[str] = set()  # what the optimizer makes of all leaves
+        self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
+
+    def run(self) -> Program:
+        for name, leaf in self.program.leaves.items():
+            self.values[name] = replace(self.values[name], tier=leaf.layout.tier)
+        self.saved = self._saved()
+        lines = self._lines(self.program.lines)
+        inputs = tuple(self.values[v.name] for v in self.program.inputs)
+        return replace(self.program, inputs=inputs, lines=tuple(lines), functions=self.functions)
+
+    def _lines(self, lines: Iterable[Line]) -> list[Line]:
+        return [new for line in lines for new in self._line(line)]
+
+    def _line(self, line: Line) -> list[Line]:
+        source = line.args[0] if line.args else ""
+        if line.op == "loop":
+            outside = {name: dict(tiers) for name, tiers in self.lies.items()}
+            body = tuple(self._lines(line.body))
+            self.lies = outside
+            return [replace(line, body=body)]
+        if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device":
+            return self._cast(line)
+        if line.op == "take_shard" and self._tier(source) != "device":
+            return self._on("host", line)
+        if line.op == "assign":
+            return self._assign(line)
+        if line.by == "optimizer" and line.op == "call":
+            self.scalars.update(v.name for v in line.out)
+            off = any("device" not in self._at(a) for a in line.args)
+            return self._on("host" if off and self.update_on == "host" else "device", line)
+        return [*self._on("device", line), *self._rest(line)]
+
+    # --- where values lie ---
+
+    def _tier(self, name: str) -> str:
+        return self.values[name].tier if name in self.values else "device"
+
+    def _at(self, name: str) -> dict[str, str]:
+        """The tiers on which a value lies, and its name there."""
+        return self.lies.get(name) or {self._tier(name): name}
+
+    def _on(self, tier: str, line: Line) -> list[Line]:
+        """The line on a tier, with the lines that bring what it reads and take back what it writes."""
+        given, lines = self._bring(line, tier)
+        names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
+        written = tuple(names[w] for w in line.writes)
+        out = tuple(replace(v, tier=tier) for v in line.out)
+        self.values.update((v.name, v) for v in out)
+        attrs = {**line.attrs, "on": "host"} if tier == "host" and line.op == "call" else line.attrs
+        fn = self._for_host(line.fn) if "on" in attrs else line.fn
+        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn))
+        return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
+
+    def _for_host(self, fn: str) -> str:
+        """The function for the host, where that is another device."""
+        if self.program.mesh.device_type == "cpu":
+            return fn
+        name = f"{fn}_on_host"
+        self.functions.setdefault(name, Function(name, self.program.functions[fn].graph, self.program.functions[fn].writes, on="host"))
+        return name
+
+    # --- moving ---
+
+    def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
+        """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
+        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or (line.attrs.get("backward") and a in self.resting)]
+        lines: list[Line] = []
+        scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
+        if scalars:
+            names, more = self._move(f"to_{tier}", scalars, scalars)
+            lines += more
+            for a in scalars:
+                self.lies[a] = {**self._at(a), tier: names[a]}
+        absent = [a for a in absent if a not in scalars]
+        given = {a: self.resting[a] for a in absent if a in self.resting}
+        given |= {a: self._at(a)["host"] for a in absent if a not in given and "host" in self._at(a) and a not in self.casts}
+        given |= {a: self._at(a)["device"] for a in absent if a not in given and "device" in self._at(a) and a not in self.casts}
+        sources = {a: self.casts[a].args[0] if a in self.casts else a for a in absent}
+        disk = [s for s in dict.fromkeys(sources.values()) if "disk" in self._at(s) and "host" not in self._at(s)]
+        read, more = self._move("disk_read", disk, disk)
+        lines += more
+        for a in absent:
+            if a in self.casts:
+                cast = self.casts[a]
+                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier="host")
+                lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
+                given[a] = value.name
+            elif sources[a] in read:
+                given[a] = read[sources[a]]
+        travel = [a for a in absent if self._tier(given[a]) != tier]
+        arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
+        return {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}, lines + more
+
+    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
+        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait."""
+        if not names:
+            return {}, []
+        tier = "device" if how == "to_device" else "host"
+        ending = "" if tier == "device" else "_host"
+        out = [replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier) for n, c in zip(names, called, strict=True)]
+        handle = self._handle(how)
+        lines = [Line(f"{how}_start", tuple(names), (handle,), by="offload"), Line("wait", (handle.name,), tuple(out), by="offload")]
+        for line in lines:
+            self._made(line)
+        return {n: v.name for n, v in zip(names, out, strict=True)}, lines
+
+    def _store(self, written: dict[str, str], tier: str) -> list[Line]:
+        """The lines that take values back to the leaves they are for: `written` has the copy of each."""
+        lines: list[Line] = []
+        back: dict[str, list[str]] = defaultdict(list)
+        for target in written:
+            if target in self.program.leaves:
+                back[self._tier(target)].append(target)
+            else:  # a rank's part of a leaf that is written whole later
+                self.lies[target] = {tier: written[target]}
+        if tier == "device" and back["disk"]:
+            names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
+            written = {**written, **{t: names[written[t]] for t in back["disk"]}}
+        for to, targets in back.items():
+            how = "disk_write" if to == "disk" else f"to_{to}"
+            if targets:
+                handle = self._handle(how)
+                args = (*targets, *(written[t] for t in targets))
+                lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
+                lines.append(Line("wait", (handle.name,), by="offload"))
+        return lines
+
+    def _handle(self, how: str) -> Value:
+        number = self.started[how] = self.started.get(how, -1) + 1
+        return Value(self.names(f"{how}_{number}"), (), torch.uint8, MOVING)
+
+    def _made(self, line: Line) -> Line:
+        self.values.update((v.name, v) for v in line.out)
+        return line
+
+    # --- lines of their own kind ---
+
+    def _cast(self, line: Line) -> list[Line]:
+        """A parameter in the dtype it is computed in: for each reader anew, or, of a master, once."""
+        value = line.out[0]
+        self.values[value.name] = replace(value, tier="host")
+        if self.streams:
+            self.casts[value.name] = line
+            return []
+        on_host = replace(value, name=self.names(f"{value.name}_host"))
+        lines = self._on("host", replace(line, out=(on_host,)))
+        handle = self._handle("to_device")
+        lines.append(self._made(Line("to_device_start", (on_host.name,), (handle,), by="offload")))
+        lines.append(self._made(Line("wait", (handle.name,), (value,), by="offload")))
+        return lines
+
+    def _assign(self, line: Line) -> list[Line]:
+        """Values put over leaves: those that rest on the device where they are, the others travel."""
+        pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
+        here = [t for t in pairs if self._tier(t) == "device"]
+        away = {t: pairs[t] for t in pairs if t not in here}
+        lines = self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
+        return lines + self._store(away, "device")
+
+    # --- activations ---
+
+    def _saved(self) -> set[str]:
+        """The values between forward and backward that rest on the host."""
+        record = next((r for r in self.records if "activations" in r.of), None)
+        if record is None:
+            return set()
+        lines = [line for line, _ in self.program.walk()]
+        late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+        found = []
+        for line in lines:
+            if line.op == "call" and "joint" in line.attrs and not line.attrs.get("backward"):
+                views = shared_arguments(self.program.functions[line.fn])
+                found += [v for i, v in enumerate(line.out) if v.name in late and i not in views and v.nbytes >= SMALL]
+        chosen = spread_out([v.nbytes for v in found], record.fraction)
+        return {v.name for v, off in zip(found, chosen, strict=True) if off}
+
+    def _rest(self, line: Line) -> list[Line]:
+        """What a block leaves for its backward, taken to the host."""
+        names = [v.name for v in line.out if v.name in self.saved]
+        copies, lines = self._move("to_host", names, names)
+        self.resting |= copies
+        return lines
