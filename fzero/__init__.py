@@ -13,6 +13,7 @@ from fzero.runtime.compile import CompiledEval, CompiledStep, compile
 from fzero.schedule.plan import fits
 from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
 from fzero.transforms.accumulate import accumulate
+from fzero.transforms.offload import offload
 from fzero.transforms.precision import mixed_precision
 from fzero.transforms.remat import remat
 from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
@@ -43,6 +44,7 @@ __all__ = [
     "lower",
     "make_mesh",
     "mixed_precision",
+    "offload",
     "optim",
     "random",
     "remat",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from fzero.schedule.plan import Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, remat, shard, spread
 from fzero.transforms.base import find
+from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision, mixed_precision
 from fzero.variants import Variants, finished
 
@@ -231,7 +232,9 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
     for path, x in zip(tree.paths(params, "params"), flat, strict=True):
         leaf = Leaf(path, "params", tuple(x.shape), Layout(precision.resting_dtype(x.dtype) if precision else x.dtype))
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
-    return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+    tied = ties(flat)
+    tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
+    return Inputs(structure, tuple(leaf.with_layout(tier=tier) for leaf, (tier, _) in zip(leaves, tiers, strict=True)), tuple(tied))
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
@@ -246,14 +249,28 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
     if wrong:
         raise FzeroTypeError(message("optimizer", "init returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
-    by_path = {leaf.path.removeprefix("params"): leaf for leaf in params.leaves}
-    leaves = []
-    for path, x in zip(tree.paths(state, "opt_state"), flat, strict=True):
-        leaf = Leaf(path, "opt_state", tuple(x.shape), Layout(x.dtype))
-        endings = (by_path.get(path[i:]) for i in range(len(path) + 1))  # the longest first
-        param = next((p for p in endings if p is not None and p.shape == leaf.shape), None)
-        leaves.append(leaf.with_layout(axes=(zero.axis,)) if param is not None and zero.opt_state(param) else leaf)
+    leaves = [Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)]
+    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
+    for i, mirrored in enumerate(mirrors(leaves, params)):
+        if mirrored is not None:
+            axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
+            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored][1])
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+
+
+def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
+    """Of each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
+    by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
+
+    def mirrored(leaf: Leaf) -> int | None:
+        endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
+        return next((i for i in endings if i is not None and params.leaves[i].shape == leaf.shape), None)
+
+    return [mirrored(leaf) for leaf in leaves]
+
+
+def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
+    return tuple(t for t in step.transforms if isinstance(t, Offload))
 
 
 def batch_inputs(batch: Any) -> Inputs:

@@ -345,7 +345,7 @@ def _differences(found: Inputs, expected: Inputs) -> list[str]:
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
         return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
     pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
-    return [f"{a.path}: {_rests(a)} in the state, {_rests(b)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
+    return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
 
 
 def _abstract_state(params: Inputs, opt_state: Inputs) -> State:
@@ -359,6 +359,8 @@ def _leaves(params: Inputs, opt_state: Inputs) -> list[Leaf]:
     return [extra["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, extra["key"]]
 
 
-def _rests(leaf: Leaf) -> str:
+def _rests(leaf: Leaf, other: Leaf) -> str:
+    """How a leaf rests; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    return f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

@@ -1,0 +1,185 @@
+"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward. Acts on the leaf table and on the program.
+
+Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are placed by tiers.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from fzero.errors import FzeroValueError, message
+from fzero.layout import Leaf
+from fzero.transforms.base import Transform, applied
+from fzero.transforms.shard import Where
+
+TIERS = {"cpu": "host", "nvme": "disk"}
+"""The tiers one can name, and what a layout calls them."""
+
+ROLES = ("opt_state", "params", "activations")
+SIDES = ("auto", "host", "device")
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Offload(Transform):
+    tier: str = "cpu"
+    of: tuple[str, ...] = ("opt_state",)
+    path: tuple[str, ...] = ()
+    fraction: float = 1.0
+    where: Where | None = None
+    update_on: str = "auto"
+    order: ClassVar[int] = 60
+    name: ClassVar[str] = "offload"
+
+    def conflict(self, other: Transform) -> str | None:
+        """Two records hold together if no role is in both."""
+        if not isinstance(other, Offload):
+            return None
+        if both := [role for role in ROLES if role in self.of and role in other.of]:
+            return f"{', '.join(both)}: one tensor sent to two tiers"
+        return "the files of a state lie in one place: give both the same path" if self.path and other.path and self.path != other.path else None
+
+    def takes(self, leaf: Leaf) -> bool:
+        return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+
+    def __str__(self) -> str:
+        """The tier, the roles, and what is not as by default."""
+        shown = [f"{self.tier!r}", repr(self.of if len(self.of) > 1 else self.of[0])]
+        for f in fields(self)[2:]:
+            if (value := getattr(self, f.name)) != f.default:
+                value = value[0] if f.name == "path" and len(value) == 1 else value
+                shown.append(f"{f.name}={getattr(value, '__name__', None) or repr(value)}")
+        return f"{self.name}({', '.join(shown)})"
+
+
+def offload(
+    step: Any = None,
+    tier: str | None = None,
+    of: str | Sequence[str] | None = None,
+    *,
+    path: Path | Sequence[Path] | None = None,
+    fraction: float = 1.0,
+    where: Where | None = None,
+    update_on: str = "auto",
+) -> Any:
+    """Keeps optimizer state, parameters or activations in host memory ("cpu") or on disk ("nvme") and brings them to where they are needed, when.
+
+    Equal bit for bit to the same step without it, wherever the update runs in the same arithmetic: there is no staleness. Combines with every sharding:
+    each rank keeps its own shards. Two may be applied whose roles differ: parameters in host memory, optimizer state on disk.
+
+    Args:
+        step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An evaluation has no optimizer state
+            and keeps no activations: what is said of these does not apply to it.
+        tier: "cpu" or "nvme"; by default "cpu".
+        of: "opt_state" (the default), "params", "activations", or several. Under `mixed_precision` the masters, which are only read to be cast, rest with
+            the optimizer's state unless "params" says otherwise. "params" alone leaves the optimizer's state on the device.
+        path: for "nvme" a directory, or several over which the leaves are striped. What lies there is scratch of this run, never a checkpoint.
+        fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
+        where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
+        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" takes what the plan predicts to be faster.
+
+    Communication: none between ranks. Per rank and step, over the link between host and device, with P parameters at rest there: an update on the host
+        4P bytes of gradients out and 4P of parameters in, in fp32 (2P each with bf16), and 28P through host memory for Adam; one on the device
+        12P each way. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. Disk state is
+        read and written once more, 12P bytes each.
+    Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step the buffers of the blocks that are
+        under way. On disk it takes no host memory at rest either. On a mesh whose device is the CPU, host and device are one memory: "cpu" saves nothing.
+
+    Raises:
+        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk);
+            a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small, with the numbers.
+        TransformError: two of them for one role.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.adamw(3e-4))
+        >>> [str(t) for t in fz.offload("nvme", ("opt_state", "params"), path="/scratch")(step).transforms]
+        ["offload('nvme', ('opt_state', 'params'), path='/scratch')"]
+
+    Papers: Ren et al., ZeRO-Offload: democratizing billion-scale model training, USENIX ATC 2021; Rajbhandari et al., ZeRO-Infinity: breaking the GPU memory
+        wall for extreme scale deep learning, SC 2021.
+    """
+    problems = []
+    if isinstance(step, str):
+        if tier is not None and of is not None:
+            problems.append(f"{step!r}, {tier!r}, {of!r}: one tier and the roles")
+        step, tier, of = None, step, tier if tier is not None else of
+    tier, of = "cpu" if tier is None else tier, "opt_state" if of is None else of
+    roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
+    paths = () if path is None else (path,) if isinstance(path, (str, os.PathLike)) else tuple(path) if isinstance(path, (list, tuple)) else (path,)
+    if tier not in TIERS:
+        problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, TIERS))}")
+    if odd := [role for role in roles if role not in ROLES]:
+        problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
+    if not roles:
+        problems.append("of=(): nothing to offload")
+    if tier == "nvme" and not paths:
+        problems.append("path: 'nvme' needs a directory")
+    if tier == "cpu" and path is not None:
+        problems.append(f"path={path!r}: 'cpu' is memory, it has none")
+    if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
+        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
+    if tier == "nvme" and "activations" in roles:
+        problems.append("of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to 'cpu'")
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
+    if where is not None and not callable(where):
+        problems.append(f"where={where!r}: a predicate is a function of (path, leaf)")
+    if update_on not in SIDES:
+        problems.append(f"update_on={update_on!r}: not one of {', '.join(map(repr, SIDES))}")
+    elif update_on != "auto" and "opt_state" not in roles:
+        problems.append(f"update_on={update_on!r}: the update runs where the optimizer's state rests, which is not offloaded here")
+    if problems:
+        fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
+        raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
+    ordered = tuple(role for role in ROLES if role in roles)
+    return applied(Offload(tier, ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
+
+
+def tiers_of(
+    records: Sequence[Offload], params: Sequence[Leaf], ties: Sequence[int] | None = None, casts: Callable[[Leaf], bool] = lambda leaf: False
+) -> list[tuple[str, str]]:
+    """Of each parameter the tier it rests on and that of its optimizer state, each one of `layout.TIERS`.
+
+    Args:
+        records: those of a step.
+        params: its parameters, in leaf order.
+        ties: of each the first that is the same tensor, and which it follows; by default none is another's.
+        casts: whether a parameter is a master: computed in another dtype than it rests in. Masters rest with their optimizer state.
+    """
+    ties = list(range(len(params))) if ties is None else ties
+    distinct = [i for i, t in enumerate(ties) if i == t]
+    by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}}
+    for record in records:
+        for role in (role for role in record.of if role in by_role):
+            held = distinct if role == "params" else [i for i in distinct if params[i].dtype.is_floating_point]  # an integer has no optimizer state
+            by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
+    out = []
+    for t in ties:
+        state = by_role["opt_state"].get(t, "device")
+        out.append((by_role["params"].get(t, state if casts(params[t]) else "device"), state))
+    return out
+
+
+def paths_of(records: Sequence[Offload]) -> tuple[str, ...]:
+    """The directories in which the leaves on disk lie, () if none is."""
+    return next((record.path for record in records if record.path), ())
+
+
+def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> list[int]:
+    """Those of the parameters that go off: one after the other, each if that brings the share of bytes so far closest to the fraction."""
+    taken, seen, off = [], 0, 0
+    for i in indices:
+        if not record.takes(params[i]):
+            continue
+        nbytes = params[i].numel * params[i].dtype.itemsize
+        seen += nbytes
+        if 2 * off + nbytes <= 2 * record.fraction * seen:
+            taken.append(i)
+            off += nbytes
+    return taken
