@@ -1,6 +1,6 @@
 """The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out once.
 
-    base -- remat --> -- accumulate --> -- spread --> -- cut the update --> -- order --> -- place in the pool -->
+    base -- remat --> -- accumulate --> -- spread --> -- cut the update --> -- tiers --> -- order --> -- place in the pool -->
 
 A memory budget looks at many of them (fzero/budget.py). Only the one that is taken is verified: after every arrow, and its pool at the end.
 """
@@ -22,7 +22,7 @@ from fzero.program.verify import verify
 from fzero.schedule import buffers
 from fzero.schedule.check import check
 from fzero.schedule.order import Order, order
-from fzero.transforms import accumulate, remat, spread
+from fzero.transforms import accumulate, remat, spread, tiers
 from fzero.transforms.shard import Zero
 
 
@@ -74,4 +74,4 @@ class Variants:
 
 def finished(program: Program, choice: Order) -> Program:
     """A program whose update is cut, put in order, with its places in the pool."""
-    return buffers.place(apart(order(early(program), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(program)), choice)))

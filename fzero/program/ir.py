@@ -221,8 +221,7 @@ def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) 
     """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather or to reduce-scatter, twice that to
     all-reduce. A copy between tiers moves what the rank has of its values; between host and device nothing, where they are one memory."""
     if line.op in COPIES:
-        stays = mesh.unified_memory and line.op in ("to_host_start", "to_device_start")
-        return 0 if stays else sum(local_bytes(values[a], mesh) for a in copied(line))
+        return 0 if stays(line, mesh) else sum(local_bytes(values[a], mesh) for a in copied(line))
     size = mesh.axis_size(line.attrs["axes"])
     args = [values[a] for a in line.args]
     if line.op == "all_reduce_start":  # of shards, on a mesh with a replica axis, only the shard travels
@@ -233,6 +232,11 @@ def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:
     """Bytes of a value on one rank: of a shard its padded part."""
     return math.prod(value.held(mesh)) * value.dtype.itemsize
+
+
+def stays(line: Line, mesh: AbstractMesh) -> bool:
+    """Whether a copy between tiers leaves everything where it is: host and device are one memory."""
+    return mesh.unified_memory and line.op in ("to_host_start", "to_device_start")
 
 
 def copied(line: Line) -> tuple[str, ...]:

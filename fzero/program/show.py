@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fzero.program.ir import TRANSFERS, Line, Program, transfer_bytes
+from fzero.program.ir import TRANSFERS, Line, Program, copied, transfer_bytes
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
@@ -85,11 +85,19 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
     match line.op:
         case "call":
             written = sorted({w.split("['")[0] for w in line.writes})
-            return Printed(depth, f"{line.fn}({args}{into})", out, types, f"in place: {', '.join(written)}" if written else "")
+            notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *([f"in place: {', '.join(written)}"] if written else [])]
+            return Printed(depth, f"{line.fn}({args}{into})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
             sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
             return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how}{into})", out, (), f">>> sends {sent} over {axis}")
+        case "to_host_start" | "to_device_start" | "disk_read_start" | "disk_write_start":
+            moved = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
+            over = f", into=[{', '.join(line.writes)}]" if line.writes else into
+            where = {"disk_read_start": "from disk", "disk_write_start": "to disk"}.get(line.op, line.op.removesuffix("_start").replace("_", " "))
+            return Printed(depth, f"{line.op}([{', '.join(copied(line))}]{over})", out, (), f">>> {moved} {where}")
+        case "wait" if not out:
+            return Printed(depth, f"wait({args})", remark="<<<")
         case "wait":
             together = ", together=True" if line.attrs.get("together") else ""
             return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
@@ -192,10 +200,8 @@ def _header(program: Program) -> list[str]:
             entry[1] += times * transfer_bytes(line, values, program.mesh)
     rest: dict[str, int] = {}
     for leaf in program.leaves.values():
-        size = 1
-        for n in leaf.resting_shape(program.mesh):
-            size *= n
-        rest[leaf.role] = rest.get(leaf.role, 0) + size * leaf.dtype.itemsize
+        kind = leaf.role if leaf.layout.tier == "device" else f"{leaf.role} on {leaf.layout.tier}"
+        rest[kind] = rest.get(kind, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
     total = sum(rest.values())
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {_bytes(total)} ({', '.join(f'{role} {_bytes(n)}' for role, n in rest.items())})")
@@ -203,11 +209,13 @@ def _header(program: Program) -> list[str]:
     for text in named:
         name = text.split("(")[0]
         num, sent = cost.pop(name, [0, 0])
-        out.append(f"  {text:<60} sends {_bytes(sent)} in {num} transfers a step" if num else f"  {text}")
+        out.append(f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {_bytes(sent)} in {num} transfers a step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
         out.append(f"  {name:<60} sends {_bytes(sent)} in {num} transfers a step")
     if program.pool_bytes:
         out.append(f"pool, in which transfers have their buffers: {_bytes(program.pool_bytes)}")
+    if program.host_pool_bytes:
+        out.append(f"pool in the host's memory: {_bytes(program.host_pool_bytes)}")
     return out
 
 

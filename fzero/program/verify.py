@@ -4,6 +4,7 @@ Every name is assigned once and before it is read. Every start is waited for onc
 gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a value of which each rank has its own is not
 whole. A gather takes shards, a reduction summands, and what arrives is placed accordingly. What is written is a leaf of the state (or its shard),
 once, and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten.
+A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from fzero.errors import VerifyError, message
-from fzero.program.ir import TRANSFERS, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import COLLECTIVES, COPIES, WHOLE, Line, Placement, Program, Value
 from fzero.program.segment import ancestors
 
 
@@ -42,7 +43,7 @@ class _Checker:
         self.started: dict[str, Line] = {}
         self.written: set[str] = set()
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
-        self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf
+        self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
         self.known = dict(known)
@@ -88,20 +89,30 @@ class _Checker:
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
+        for name in sorted(self.written & set(self.aliases)):
+            if self.aliases[name] not in self.written:
+                self.problems.append(f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not")
 
     def _root(self, name: str) -> str:
         """The leaf whose buffer a value may share."""
         return self.aliases.get(name, name)
 
     def _reads_new(self, line: Line, name: str) -> bool:
-        """Whether a line is meant to read what was written: the gather of new shards, the targets of an assignment."""
-        return (line.op == "all_gather_start" and name in self.aliases) or (line.op == "assign" and name in line.writes)
+        """Whether a line is meant to read what was written: the gather and the copy of new values, the targets of an assignment or a copy."""
+        return (line.op in ("all_gather_start", *COPIES) and name in self.aliases) or (line.op in ("assign", *COPIES) and name in line.writes)
 
     def _check(self, line: Line) -> None:
         args = [self.known[a] for a in line.args if a in self.known]
         if len(args) != len(line.args):
             return
-        if line.op in TRANSFERS:
+        self._tiers(line, args)
+        if line.op in COPIES:
+            self.started[line.out[0].name] = line
+            num = len(line.writes)
+            self._pairs(line, args[:num], args[len(args) - num :], "copied")
+            if num and len(args) != 2 * num:
+                self._add(line, f"copies {len(args) - num} values to {num} leaves")
+        elif line.op in COLLECTIVES:
             self.started[line.out[0].name] = line
             axis = line.attrs["axes"][0]
             for v in args:
@@ -113,11 +124,15 @@ class _Checker:
             if start is None:
                 self._add(line, f"{line.args[0]} was not started, or is waited for twice")
                 return
-            sent = [self.known[a] for a in start.args if a in self.known]
+            sent = [self.known[a] for a in start.args if a in self.known and not start.writes]
             if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
                 self._add(line, "hands back other shapes or dtypes than were sent")
                 return
             for v, source in zip(line.out, sent, strict=True):
+                if start.op in COPIES:
+                    self.aliases |= {v.name: root} if (root := self._root(source.name)) in self.program.leaves else {}
+                    if v.tier != ("device" if start.op == "to_device_start" else "host"):
+                        self._add(line, f"{v.name} is {v}")
                 if v.placement != _arrives(start, source.placement):
                     self._add(line, f"{v.name} is {v.placement}, not {_arrives(start, source.placement)}")
         elif line.op == "call":
@@ -138,9 +153,26 @@ class _Checker:
             num = len(line.writes)
             if len(args) != 2 * num:
                 self._add(line, f"assigns {len(args) - num} values to {num} leaves")
-            for target, source in zip(args[:num], args[num:], strict=False):
-                if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
-                    self._add(line, f"{source} is assigned to {target}")
+            self._pairs(line, args[:num], args[num:], "assigned")
+
+    def _pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None:
+        for target, source in zip(targets, sources, strict=False):
+            if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
+                self._add(line, f"{source} is {how} to {target}")
+
+    def _tiers(self, line: Line, args: Sequence[Value]) -> None:
+        """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes where it computes."""
+        if line.op in ("wait", "loop"):
+            return
+        on_host = line.attrs.get("on") == "host" if line.op == "call" else bool(args) and line.op in ("cast", "take_shard") and args[0].tier == "host"
+        reads, writes = _FROM_TO.get(line.op, ("host", "host") if on_host else ("device", "device"))
+        num = len(line.writes) if line.op in COPIES else 0
+        for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):
+            if v.tier != tier:
+                self._add(line, f"{v.name} is on the {v.tier}, not on the {tier}")
+        for v in line.out if line.op not in COPIES else ():
+            if v.tier != writes:
+                self._add(line, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
 
     def _call(self, line: Line, args: list[Value]) -> None:
         function = self.program.functions.get(line.fn)
@@ -183,8 +215,19 @@ def _name(line: Line) -> str:
 
 def _arrives(start: Line, placement: Placement) -> Placement:
     """How a value relates to the mesh after a transfer."""
+    if start.op in COPIES:
+        return placement
     axes = tuple(start.attrs["axes"])
     if start.op == "all_gather_start":
         return WHOLE
     left = tuple(a for a in placement.partial if a not in axes)
     return Placement("shard", axes, left) if start.op == "reduce_scatter_start" else replace(placement, partial=left)
+
+
+_FROM_TO = {
+    "to_host_start": ("device", "host"),
+    "to_device_start": ("host", "device"),
+    "disk_read_start": ("disk", "host"),
+    "disk_write_start": ("host", "disk"),
+}
+"""The tiers that a copy is from and to."""

@@ -11,6 +11,9 @@ read all it needs once a later transfer over the same axis, started after that w
 Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own. But the last wait in a
 loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
+
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait: a block's state that comes from disk is
+updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
+from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, stays
 from fzero.schedule.memory import Output, output_storages
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+SECTOR = 4096  # bytes: what is read from disk, or written there, begins and ends at a multiple of this
 SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
@@ -46,6 +50,8 @@ class _Region:
     nbytes: int = 0
     times: list[Interval] = field(default_factory=list)
     offset: int = 0
+    arena: str = "device"
+    align: int = ALIGNMENT
     first: int | None = None  # the first line that writes it
 
     def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> _Slot:
@@ -68,7 +74,7 @@ class _Slot:
     value: Value
 
     def place(self, numel: int | None = None, part: tuple[str, ...] = ()) -> Place:
-        return Place(self.region.offset + self.at, self.numel if numel is None else numel, self.value.dtype, part)
+        return Place(self.region.offset + self.at, self.numel if numel is None else numel, self.value.dtype, part, self.region.arena)
 
 
 class _Placer:
@@ -79,18 +85,24 @@ class _Placer:
         self.read: dict[str, int] = {}  # the last line that reads a value; for one from outside a loop the loop's end
         self.reads: Counter[str] = Counter()
         self.views = _Views(program)
+        self.copying: dict[str, tuple[str, ...]] = {}
         for i, (line, span) in enumerate(self.lines):
             for name in line.args:
                 self.reads[name] += 1
                 for root in self.views.roots(name):
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
+            if line.op == "wait":  # a copy between tiers reads until it is waited for
+                for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
+                    self.read[root] = max(self.read.get(root, -1), i)
+            elif line.op in COPIES:
+                self.copying[line.out[0].name] = copied(line)
             for value in line.out:
                 self.made[value.name] = i
         self.values = program.values_by_name
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
-        self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in TRANSFERS]
+        self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in COLLECTIVES]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
         # of each loop and axis the starts, and the first wait of any transfer from that start on
@@ -117,11 +129,13 @@ class _Placer:
                 self._scatter(i, line)
             elif line.op == "all_reduce_start":
                 self._reduce(i, line)
+            elif line.op in COPIES and not line.writes and not stays(line, self.mesh):
+                self._fetch(i, line)
         if self.mesh.device_type == "cpu":
             for i, (line, _) in enumerate(self.lines):
-                if line.op == "call" and not line.writes:
+                if line.op in ("call", "cast") and not line.writes:
                     self._results(i, line)
-        pool_bytes = _assign(self.regions)
+        pool_bytes, host_pool_bytes = (_assign(r for r in self.regions if r.arena == arena) for arena in ("device", "host"))
         numbers = iter(range(len(self.lines)))
 
         def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -132,7 +146,7 @@ class _Placer:
             return tuple(out)
 
         lines = visit(self.program.lines)
-        return _with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes))
+        return _with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes))
 
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
@@ -163,7 +177,7 @@ class _Placer:
         outs = self.lines[wait][0].out
         slots = [region.add(-(-v.numel // self.mesh.axis_size(axes)) * self.mesh.axis_size(axes), v) for v in outs]
         begins = number
-        for name, slot in zip(line.args, slots, strict=True):
+        for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
             if maker is not None and self.reads[name] == 1 and self.lines[maker][0].op == "cast" and self._same_loop(maker, number):
                 self.into[maker], self.parts[maker] = [slot], axes
@@ -205,6 +219,24 @@ class _Placer:
             if slot.region is not source:
                 self._take(slot.region, number, last, wait, axes)
 
+    def _fetch(self, number: int, line: Line) -> None:
+        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
+        wait = self.waits[line.out[0].name]
+        outs, disk = self.lines[wait][0].out, line.op == "disk_read_start"
+        region = self._region(outs[0].tier)
+        slots = [region.add(_numel(v.held(self.mesh)), v, SECTOR if disk else ALIGNMENT) for v in outs]
+        if disk:
+            region.align, region.nbytes = SECTOR, -(-region.nbytes // SECTOR) * SECTOR
+        self.into[number], self.into[wait] = list(slots), list(slots)
+        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
+        region.times.append((number, max(self._last(v.name) for v in outs)))
+        for name in line.args:
+            maker = self.made.get(name)
+            if maker is not None and self.lines[maker][0].op == "cast" and maker not in self.into:
+                source = self._region(self.values[name].tier)
+                self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
+                source.times.append((maker, self._last(name)))
+
     def _results(self, number: int, line: Line) -> None:
         """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
         into = self.into.get(number, [None] * len(line.out))
@@ -218,7 +250,7 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        return self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
+        return line.op == "cast" or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
 
     def _source(self, region: _Region, name: str, number: int, numel: int, packed: bool = False) -> _Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
@@ -239,8 +271,8 @@ class _Placer:
 
     # --- times ---
 
-    def _region(self) -> _Region:
-        self.regions.append(_Region())
+    def _region(self, tier: str = "device") -> _Region:
+        self.regions.append(_Region(arena="device" if self.mesh.unified_memory else tier))
         return self.regions[-1]
 
     def _last(self, name: str) -> int:
@@ -268,9 +300,18 @@ class _Views:
 
     def __init__(self, program: Program):
         self._of: dict[str, str] = {}
+        self._same: dict[str, str] = {}  # copies that are what they are copied from
         self.alone: set[str] = set()  # results that share no memory with another result
         found: dict[str, list[Output]] = {}
+        started: dict[str, Line] = {}
         for line, _ in program.walk():
+            if line.op in COPIES and not line.writes and stays(line, program.mesh):
+                started[line.out[0].name] = line
+            if line.op == "wait" and line.args[0] in started:
+                self._of.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
+                self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
+            if line.op == "cast":
+                self.alone.add(line.out[0].name)
             if line.op != "call":
                 continue
             if line.fn not in found:
@@ -282,6 +323,12 @@ class _Views:
                 elif num[output.root] == 1 and output.nbytes:
                     self.alone.add(value.name)
         self.returned = {root for name in program.outputs for root in self.roots(name)}
+
+    def origin(self, name: str) -> str:
+        """The value that a value is, under the name it was made with."""
+        while name in self._same:
+            name = self._same[name]
+        return name
 
     def roots(self, name: str) -> set[str]:
         """A value and those whose memory it lies in."""
@@ -314,7 +361,7 @@ def _assign(regions: Iterable[_Region]) -> int:
             meet |= (first <= b) & (last >= a)
         begin, end = begin[meet], end[meet]
         upward = np.argsort(begin)
-        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // ALIGNMENT) * ALIGNMENT)))  # before the next taken bytes, and after all
+        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // region.align) * region.align)))  # before the next taken bytes, and after all
         gaps = np.flatnonzero(free[:-1] + region.nbytes <= begin[upward])
         region.offset = at = int(free[gaps[0]] if len(gaps) else free[-1])
         for a, b in region.times:

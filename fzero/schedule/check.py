@@ -2,7 +2,7 @@
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
 it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/buffers.py).
-No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no order in which ranks
+What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no order in which ranks
 wait for each other.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fzero.errors import VerifyError, message
-from fzero.program.ir import TRANSFERS, Line, Place, Program
+from fzero.program.ir import COLLECTIVES, TRANSFERS, Line, Place, Program, copied, stays
 
-Span = tuple[int, int]  # bytes of the pool, half open
+Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
 
 def check(program: Program) -> Program:
@@ -48,16 +48,24 @@ class _Checker:
         self.places: dict[str, Span] = {}
         self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.guards: dict[str, _Guard] = {}
+        self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
+        self.same: dict[str, str] = {}  # such a copy, and what it is copied from
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            for name in line.args:
+            for name in map(self._origin, line.args):
                 self._read(line, name)
-            if line.op in TRANSFERS:
+            if line.op in TRANSFERS and stays(line, self.program.mesh):
+                self.staying[line.out[0].name] = () if line.writes else line.args
+            elif line.op == "wait" and line.args[0] in self.staying:
+                self.same.update((v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True))
+            elif line.op in TRANSFERS:
                 self._start(line)
             elif line.op == "wait":
                 self._wait(line)
             else:
+                for name in (n for n in map(self._origin, line.writes) if n in self.places):
+                    self._write(line, name, self.places[name])
                 for value, place in zip(line.out, line.into, strict=False):
                     if place is not None:
                         self._write(line, value.name, self._span(place))
@@ -67,15 +75,17 @@ class _Checker:
 
     def _start(self, line: Line) -> None:
         spans = [self._span(p) for p in line.into if p is not None]
-        gathers, num = line.op == "all_gather_start", len(line.args)
+        gathers, num = line.op not in COLLECTIVES - {"all_gather_start"}, len(line.args)
         for k, span in enumerate(spans):
             mine = self.places.get(line.args[k]) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if gathers or not in_place:
                 self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)
+        if line.op not in COLLECTIVES:
+            spans += [self.places[a] for a in map(self._origin, copied(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
         for guard in self.guards.values():
-            if guard.waited and guard.line.attrs["axes"] == line.attrs["axes"]:
+            if guard.waited and guard.line.attrs["axes"] == line.attrs.get("axes"):
                 guard.after.add(line.out[0].name)
 
     def _wait(self, line: Line) -> None:
@@ -87,7 +97,7 @@ class _Checker:
         guard.waited = True
         released = [n for n, g in self.guards.items() if name in g.after]
         if line.attrs.get("together"):
-            released += [n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs["axes"]]
+            released += [n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs.get("axes")]
         shards = guard.line.into[len(guard.line.args) :] if guard.line.op == "reduce_scatter_start" else guard.line.into
         for value, place, filled in zip(line.out, line.into, shards, strict=False):
             if place is None or filled is None:
@@ -97,11 +107,14 @@ class _Checker:
                 self._write(line, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
-        if not self.program.mesh.shared_memory:
+        if not self.program.mesh.shared_memory or guard.line.op not in COLLECTIVES:
             released.append(name)
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
         self.guards = {n: g for n, g in self.guards.items() if n not in released}
+
+    def _origin(self, name: str) -> str:
+        return self.same.get(name, name)
 
     def _read(self, line: Line, name: str) -> None:
         span = self.places.get(name)
@@ -112,8 +125,9 @@ class _Checker:
                 self._add(line, f"{name} is read, but {owner} lies on it")
 
     def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
-        if span[1] > self.program.pool_bytes:
-            self._add(line, f"{name} ends at byte {span[1]} of a pool of {self.program.pool_bytes}")
+        bound = self.program.pool_bytes + (self.program.host_pool_bytes if span[0] >= self.program.pool_bytes else 0)
+        if span[1] > bound:
+            self._add(line, f"{name} ends at byte {span[1]} of a pool of {bound}")
         for moving, guard in self.guards.items():
             if guard is not by and any(_meet(s, span) for s in guard.spans):
                 what = "other ranks may still be reading it" if guard.waited else "it is under way"
@@ -131,7 +145,8 @@ class _Checker:
 
     def _span(self, place: Place) -> Span:
         size = self.program.mesh.axis_size(place.part) if place.part else 1
-        return place.offset, place.offset + place.nbytes * size
+        begin = place.offset + (self.program.pool_bytes if place.arena == "host" else 0)
+        return begin, begin + place.nbytes * size
 
     def _add(self, line: Line, text: str) -> None:
         self.problems.append(f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}: {text}")

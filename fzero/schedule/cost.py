@@ -132,6 +132,8 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 # --- lines ---
 
+DISK = "disk"
+
 
 def channel(line: Line) -> str | None:
     """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`, `to_device` and `disk`, whose reads and
@@ -139,7 +141,7 @@ def channel(line: Line) -> str | None:
     if line.op not in TRANSFERS:
         return None
     if line.op in COPIES:
-        return "disk" if line.op.startswith("disk") else line.op.removesuffix("_start")
+        return DISK if line.op.startswith("disk") else line.op.removesuffix("_start")
     return f"{'gather' if line.op == 'all_gather_start' else 'reduce'}:{','.join(line.attrs['axes'])}"
 
 

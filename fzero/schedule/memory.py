@@ -3,7 +3,7 @@
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is given, and a wait hands
 out what its transfer filled. A storage is alive from the line that makes it until no name refers to it; names are let go of where the program
 says so (`del`). While a call runs its temporaries are alive as well. The pool (see [Note: pool] in program/ir.py) is there for the whole run;
-what lies in it has a role, but no bytes of its own.
+what lies in it has a role, but no bytes of its own. Bytes of the host count on their own, unless host and device are one memory; what rests on disk takes none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.program.ir import TRANSFERS, Function, Line, Place, Program, Value
+from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays
 from fzero.program.show import last_reads
 from fzero.program.storages import storage_of
 
@@ -24,20 +24,23 @@ inside a call. `idle_pool`: the part of the pool that nothing lies in. `other`: 
 
 
 class Sample(NamedTuple):
-    """Bytes alive while a line runs, in the order of `ROLES`. `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
+    """Bytes alive while a line runs, in the order of `ROLES`, and those in the host's memory, where that is another. `line` counts as `Program.walk` does,
+    `turn` is that of the loop around it."""
 
     line: int
     turn: int
     by_role: tuple[int, ...]
+    host: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.by_role)
 
 
-def resting_bytes(program: Program) -> int:
-    """Bytes of the state between steps, on each rank."""
-    return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values())
+def resting_bytes(program: Program, tier: str = "device") -> int:
+    """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on another tier."""
+    tiers = {tier, "host"} if tier == "device" and program.mesh.unified_memory else {tier} if tier != "host" or not program.mesh.unified_memory else set()
+    return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values() if leaf.layout.tier in tiers)
 
 
 def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
@@ -55,6 +58,7 @@ class _Storage:
     nbytes: int
     role: str
     pooled: bool = False
+    on_host: bool = False
 
 
 class _Memory:
@@ -70,11 +74,12 @@ class _Memory:
         self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
         self.pooled = 0  # bytes of the pool that something lies in
         self.alive = dict.fromkeys(ROLES, 0)
+        self.on_host = program.host_pool_bytes
         self.number = -1
         for value in program.inputs:
             leaf = program.leaves.get(value.name)
             nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-            self._hold(value.name, (_Storage(nbytes, self.roles[value.name]),))
+            self._hold(value.name, (_Storage(0 if value.tier == "disk" else nbytes, self.roles[value.name], on_host=self._on_host(value)),))
         for function in program.functions.values():
             self.alive["other"] += sum(x.nbytes for x in function.graph.constants.values())
 
@@ -100,15 +105,17 @@ class _Memory:
         now = dict(self.alive)
         now["temporaries"] += self.temporaries[line.fn] if line.op == "call" else 0
         now["idle_pool"] = self.program.pool_bytes - self.pooled
-        return Sample(self.number, turn, tuple(now[role] for role in ROLES))
+        return Sample(self.number, turn, tuple(now[role] for role in ROLES), self.on_host)
+
+    def _on_host(self, value: Value) -> bool:
+        return value.tier == "host" and not self.program.mesh.unified_memory
 
     def _hold(self, name: str, storages: tuple[_Storage, ...]) -> None:
         for storage in storages:
             before = self.references.get(storage, 0)
             self.references[storage] = before + 1
             if before == 0:
-                self.alive[storage.role] += storage.nbytes
-                self.pooled += storage.nbytes * storage.pooled
+                self._count(storage, 1)
         self.names[name] = storages
 
     def _release(self, name: str) -> None:
@@ -116,8 +123,14 @@ class _Memory:
             self.references[storage] -= 1
             if self.references[storage] == 0:
                 del self.references[storage]
-                self.alive[storage.role] -= storage.nbytes
-                self.pooled -= storage.nbytes * storage.pooled
+                self._count(storage, -1)
+
+    def _count(self, storage: _Storage, sign: int) -> None:
+        if storage.on_host:
+            self.on_host += 0 if storage.pooled else sign * storage.nbytes  # its pool is there all along
+        else:
+            self.alive[storage.role] += sign * storage.nbytes
+            self.pooled += sign * storage.nbytes * storage.pooled
 
     # --- what a line makes ---
 
@@ -143,6 +156,13 @@ class _Memory:
                 yield line.out[0].name, self.names[line.args[0]]
             case "take_shard" if self.values[line.args[0]].numel % self.program.mesh.axis_size(line.attrs["axes"]) == 0:
                 yield line.out[0].name, self.names[line.args[0]]
+            case op if op in COPIES:
+                sources = [storage for a in copied(line) for storage in self.names[a]]
+                if line.writes or stays(line, self.program.mesh):
+                    yield line.out[0].name, tuple(sources)
+                else:
+                    wait = self.waits[line.out[0].name]
+                    yield line.out[0].name, (*(self._fresh(v, k, wait) for k, v in enumerate(wait.out)), *sources)
             case op if op in TRANSFERS:
                 wait = self.waits[line.out[0].name]
                 results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
@@ -154,19 +174,20 @@ class _Memory:
 
     def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
         """The storage of result `k` of a line that makes it anew."""
-        return self._storage(value.name, math.prod(value.held(self.program.mesh)) * value.dtype.itemsize, line.into[k] if line.into else None)
+        return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
 
     def _lie(self, name: str, place: Place | None) -> _Storage:
         """Where an argument of a transfer is read from: its place in the pool, which may be a copy."""
         return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
 
     def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
+        on_host = name in self.values and self._on_host(self.values[name])
         if place is None:
-            return _Storage(nbytes, self.roles.get(name, "activations"))
+            return _Storage(nbytes, self.roles.get(name, "activations"), on_host=on_host)
         known = self.lying.get(place)
         if known is None or known not in self.references:
             # a rank's part of a gather lies within the gather
-            known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True)
+            known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host)
         return known
 
 
@@ -203,12 +224,13 @@ def roles(program: Program) -> dict[str, str]:
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
     gradients: set[str] = set()  # what the update reads of the backward, and what that was made of without a function between
     gathered: set[str] = set()
+    copies = _copies(program)
     late: set[str] = set()  # read in the backward
     for i, line in reversed(list(enumerate(lines))):
         made = {v.name for v in line.out}
         read = {a for a in line.args if a not in leaves}
         if line.op == "call":
-            gradients |= {a for a in read if line.writes and values[a].shape}
+            gradients |= {a for a in read if line.writes and values[a].shape and copies.get(a, a) not in leaves}
         elif line.op != "take_shard" and not made.isdisjoint(gradients):
             gradients |= read
         if line.op == "all_gather_start":
@@ -217,8 +239,13 @@ def roles(program: Program) -> dict[str, str]:
             late |= read
     for i, line in enumerate(lines):
         for value in line.out:
-            if value.name in gradients:
+            source = copies.get(value.name)
+            if source in leaves:
+                role = "gathered" if known[source] == "params" else known[source]
+            elif value.name in gradients:
                 role = "gradients"
+            elif source is not None:
+                role = known[source]
             elif value.name in gathered or (line.op == "wait" and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
                 role = "gathered"
             elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
@@ -229,3 +256,17 @@ def roles(program: Program) -> dict[str, str]:
                 role = "saved" if i < backward and value.name in late else "activations"
             known[value.name] = role
     return known
+
+
+def _copies(program: Program) -> dict[str, str]:
+    """What each copy between tiers is a copy of, in the end: a leaf, or what a line made."""
+    started: dict[str, Line] = {}
+    out: dict[str, str] = {}
+    for line, _ in program.walk():
+        if line.op in COPIES:
+            started[line.out[0].name] = line
+        elif line.op == "wait" and line.args[0] in started:
+            out.update((v.name, out.get(a, a)) for v, a in zip(line.out, copied(started[line.args[0]]), strict=False))
+        elif line.op == "cast" and line.args[0] in out:  # on the way
+            out[line.out[0].name] = out[line.args[0]]
+    return out

@@ -6,10 +6,10 @@ Deterministic, and the same on every rank: all that is free is in `Order`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fzero.program.ir import TRANSFERS, Line, Program, Value, transfer_bytes
+from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, transfer_bytes
 
 _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
@@ -45,7 +45,11 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
         lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
         if choice.coalesced:
             lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
-        return tuple(_pair_updates(_sink_waits(_raise_gathers(lines, state, choice.ahead))))
+        lines = _raise(lines, {_GATHER}, state, choice.ahead)
+        if not program.mesh.unified_memory:
+            lines = _raise(lines, {"to_device_start"}, state, choice.ahead)
+        lines = _raise(lines, {"disk_read_start"}, state, choice.ahead)
+        return tuple(_pair_updates(_sink_waits(lines)))
 
     return replace(program, lines=visit(program.lines))
 
@@ -138,28 +142,44 @@ def _is_block(line: Line) -> bool:
     return line.op == "call" and "joint" in line.attrs
 
 
-def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[Line]:
-    """Each gather to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
+_CARRIED = {"cast", "wait", *COPIES}
+"""What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
 
-    Code between blocks that reads gathered parameters is a block too, here.
+
+def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) -> list[Line]:
+    """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
+
+    Code between blocks that reads gathered parameters is a block too, here, and so is an update.
     """
-    gathers = {v.name for x in lines if x.op == _GATHER for v in x.out}
-    gathered = {v.name for x in lines if x.op == "wait" and x.args[0] in gathers for v in x.out}
+    fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
+    fetched = {v.name for x in lines if x.op == "wait" and x.args[0] in fetches for v in x.out}
     number = {id(x): i for i, x in enumerate(lines)}
-    blocks = {id(x) for x in lines if _is_block(x) or (x.op == "call" and not gathered.isdisjoint(x.args))}
+    blocks = {id(x) for x in lines if _is_block(x) or (x.op == "call" and (x.writes or not fetched.isdisjoint(x.args)))}
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
     out: list[Line] = []
     passed = 0  # blocks in `out`
 
+    def upstream(line: Line) -> tuple[dict[int, Line], set[int], bool]:
+        """The lines that come along, those that must come before, and whether one of these writes what is moved."""
+        carried: dict[int, Line] = {}
+        makers, written = set[int](), set[int]()
+        todo = [line]
+        while todo:
+            for a in todo.pop().args:
+                maker = made.get(a)
+                written.update(map(id, writers.get(a, ())))
+                if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
+                    todo += [] if id(maker) in carried else [maker]
+                    carried[id(maker)] = maker
+                elif maker is not None:
+                    makers.add(id(maker))
+        return carried, makers | written, bool(written)
+
     for line in lines:
-        if line.op == _GATHER:
-            makers = {id(made[a]): made[a] for a in line.args if a in made}.values()
-            carried = [x for x in makers if x.op == "cast" and x.args[0] in state]  # casts of shards travel with their gather
-            carried.sort(key=lambda x: number[id(x)])
-            moved = set(map(id, carried))
-            written = {id(x) for a in line.args for x in writers.get(a, ())}
-            needed = written | set(map(id, makers)) - moved
+        if line.op in kinds and not line.writes:
+            carried, needed, written = upstream(line)
+            moved = set(carried)
             left = passed + 1 if written else min(ahead, passed)  # blocks that it may start before
             after: list[Line] = []  # from the last
             while out and left and id(out[-1]) not in needed:
@@ -170,7 +190,7 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
                     left -= id(last) in blocks
             if moved:
                 out = [x for x in out if id(x) not in moved]
-            out += [*carried, line, *reversed(after)]
+            out += [*sorted(carried.values(), key=lambda x: number[id(x)]), line, *reversed(after)]
         else:
             out.append(line)
             passed += id(line) in blocks
@@ -180,19 +200,25 @@ def _raise_gathers(lines: Sequence[Line], state: set[str], ahead: int) -> list[L
     return out
 
 
+def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
+    """Whether all that a line reads are leaves of the state, or copies of some."""
+    return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in line.args)
+
+
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
-    """Each wait to its first reader, a reduction's to one block later at most, that its buffers do not pile up."""
-    reduced = {v.name for x in lines if x.op == _SCATTER for v in x.out}
-    scalars = {v.name for x in lines if x.op in TRANSFERS for v in x.out} - reduced
+    """Each wait to its first reader; one that holds buffers which nobody reads after, a reduction's or a store's, to one block later at most."""
+    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
+    scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
     for line in lines:
         if line.op == "wait":
             held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
-        due = [w for w, left in held if _reads(line, w) or (left == 0 and _is_block(line) and w.args[0] in reduced)]
+        passes = _is_block(line) or bool(line.writes and line.op == "call")
+        due = [w for w, left in held if _reads(line, w) or (left == 0 and passes and w.args[0] in reduced)]
         out += due
-        held = [(w, left - (_is_block(line) and w.args[0] in reduced)) for w, left in held if w not in due]
+        held = [(w, left - (passes and w.args[0] in reduced)) for w, left in held if w not in due]
         out.append(line)
     return out + [w for w, _ in held]
 

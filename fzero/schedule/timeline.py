@@ -1,7 +1,7 @@
 """When every line of a program runs: a simulation of one rank's queues.
 
-[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`, `reduce:data`.
-On an asynchronous device a start puts its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is
+[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`, `reduce:data`, `disk`.
+On an asynchronous device, and to and from a disk, a start puts its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is
 free, and a wait holds compute until it is done. On a device that is not, a transfer takes its time where it is waited for. Time that
 compute spends waiting is *exposed*.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fzero.program.ir import Line, Program
-from fzero.schedule.cost import channel
+from fzero.schedule.cost import DISK, channel
 
 COMPUTE = "compute"
 _ALIKE = 1e-9  # of a turn's seconds: turns that differ by less are one another's repetition
@@ -88,7 +88,7 @@ class _Simulation:
             handle = line.out[0].name
             found.num_transfers[queue] = found.num_transfers.get(queue, 0) + 1
             found.busy_seconds[queue] = found.busy_seconds.get(queue, 0.0) + seconds
-            if not self.asynchronous:
+            if not self._overlaps(queue):
                 self.moving[handle] = queue, seconds
                 return
             begins = max(self.clock, self.free.get(queue, 0.0))
@@ -97,8 +97,9 @@ class _Simulation:
             found.events.append(Event(queue, handle, begins, seconds, number, turn))
         elif line.op == "wait":
             queue, done = self.moving.pop(line.args[0])
-            waiting = max(0.0, done - self.clock) if self.asynchronous else done
-            if not self.asynchronous:
+            overlaps = self._overlaps(queue)
+            waiting = max(0.0, done - self.clock) if overlaps else done
+            if not overlaps:
                 found.events.append(Event(queue, line.args[0], self.clock, done, number, turn))
             found.waited[number] = queue
             found.exposed[number] = found.exposed.get(number, 0.0) + waiting
@@ -106,6 +107,9 @@ class _Simulation:
         else:
             found.compute_seconds += seconds
             self._compute(line.fn or line.op, seconds, number, turn)
+
+    def _overlaps(self, queue: str) -> bool:
+        return self.asynchronous or queue == DISK
 
     def _compute(self, name: str, seconds: float, number: int, turn: int) -> None:
         self.found.events.append(Event(COMPUTE, name, self.clock, seconds, number, turn))

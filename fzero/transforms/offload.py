@@ -172,14 +172,22 @@ def paths_of(records: Sequence[Offload]) -> tuple[str, ...]:
 
 
 def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> list[int]:
-    """Those of the parameters that go off: one after the other, each if that brings the share of bytes so far closest to the fraction."""
-    taken, seen, off = [], 0, 0
-    for i in indices:
-        if not record.takes(params[i]):
-            continue
-        nbytes = params[i].numel * params[i].dtype.itemsize
-        seen += nbytes
-        if 2 * off + nbytes <= 2 * record.fraction * seen:
-            taken.append(i)
-            off += nbytes
-    return taken
+    """Those of the parameters that go off: by a share of their bytes."""
+    meant = [i for i in indices if record.takes(params[i])]
+    chosen = spread_out([params[i].numel * params[i].dtype.itemsize for i in meant], record.fraction)
+    return [i for i, off in zip(meant, chosen, strict=True) if off]
+
+
+def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which of these to take for a fraction of their sum, one after the other: each if that brings the share so far closest to it.
+
+    Example:
+        >>> spread_out([4, 4, 4, 4], 0.5)
+        [True, False, True, False]
+    """
+    out, seen, taken = [], 0, 0
+    for n in sizes:
+        seen += n
+        out.append(2 * taken + n <= 2 * fraction * seen)
+        taken += n * out[-1]
+    return out
