@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import compat
+from fzero.comm.host import host_pool
 from fzero.mesh import Mesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -35,7 +36,9 @@ class ProcessGroups:
         self._mesh = mesh
 
     def pool(self, nbytes: int) -> torch.Tensor:
-        """Memory for a program's transfers."""
+        """Memory for a program's transfers, on the CPU at a page."""
+        if self._mesh.device.type == "cpu":
+            return host_pool(nbytes, self._mesh)
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
 
     def begin(self, pool: torch.Tensor) -> None:

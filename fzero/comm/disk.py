@@ -16,25 +16,12 @@ import torch
 from fzero.comm.files import Files, Transfer
 from fzero.comm.scratch import ALIGNMENT, PIECE, aligned, check, padded
 from fzero.errors import FzeroValueError, TierError, message
-from fzero.layout import Extent, Leaf, extent_of, leaf_of, place
+from fzero.layout import Extent, Leaf, extent_of, leaf_of, place, span
 from fzero.mesh import Mesh
 
-__all__ = ["ALIGNMENT", "PIECE", "Files", "Transfer", "aligned", "check", "load", "padded", "pieces", "rest", "span", "store", "write_pieces"]
+__all__ = ["ALIGNMENT", "PIECE", "Files", "Transfer", "aligned", "check", "load", "padded", "pieces", "rest", "store", "write_pieces"]
 
 BUFFER = 1 << 24  # bytes: of the parts in which a leaf is read or written where it need not be whole
-_LARGE, _STAGGER = 1 << 24, 1 << 16  # bytes
-
-
-def span(nbytes: int) -> int:
-    """Bytes that a leaf takes in files and in buffers: whole blocks, and 64 KiB more from 16 MiB on.
-
-    An update reads and writes several leaves of one size at once. If they lay a power of two apart, the same cache sets would hold all of them.
-
-    Example:
-        >>> span(0), span(10), span(4096), span(1 << 24)
-        (0, 4096, 4096, 16842752)
-    """
-    return padded(nbytes) + (_STAGGER if nbytes >= _LARGE else 0)
 
 
 def rest(

@@ -23,16 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from fzero.errors import TierError, message
+from fzero.layout import span
 from fzero.mesh import Mesh
-
-_LARGE = 16 << 20  # bytes of a leaf from which on it matters where the next one lies
-_STAGGER = 64 << 10  # bytes: p, mu, nu and g exactly 2^28 bytes apart take an update 2.5 times as long, and this cures it
-
-
-def span(nbytes: int) -> int:
-    """Bytes from the beginning of a leaf to that of the next: whole pages, and a little more behind large ones, which are often a power of two."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + (_STAGGER if nbytes >= _LARGE else 0)
-
 
 # --- memory ---
 

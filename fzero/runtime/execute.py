@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fzero.comm.host import host_pool
+from fzero.comm.tiers import Arriving, Tiers
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
@@ -26,15 +28,23 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     batch_axes = next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == "part_index"), ())
     carrier = transport(mesh)
-    memory = carrier.pool(program.pool_bytes)
+    tiers = Tiers(mesh, any(line.op.startswith("disk") for line, _ in program.walk()))
+    arenas = {"device": carrier.pool(program.pool_bytes)}
+    if program.host_pool_bytes:
+        arenas["host"] = host_pool(program.host_pool_bytes, mesh)
+    memory = arenas["device"]
     part_of = functools.cache(functools.partial(_range, mesh))
     namespace: dict[str, Any] = {
         **functions,
-        "pool": [_tensors(line, program, mesh, memory) for line in program.pooled],
+        "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "all_gather_start": carrier.all_gather_start,
         "reduce_scatter_start": carrier.reduce_scatter_start,
         "all_reduce_start": carrier.all_reduce_start,
-        "wait": carrier.wait,
+        "to_host_start": tiers.to_host_start,
+        "to_device_start": tiers.to_device_start,
+        "disk_read_start": tiers.disk_read_start,
+        "disk_write_start": tiers.disk_write_start,
+        "wait": functools.partial(_wait, carrier),
         "cast": _cast,
         "take_shard": functools.partial(_take_shard, part_of),
         "take_part": _take_part,
@@ -48,7 +58,9 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
 
     def whole_run(*trees: Any) -> tuple[Any, ...]:
         carrier.begin(memory)
-        return tuple(x.clone() if _within(x, memory) else x for x in run(*trees))  # the pool is written again by the next run
+        outputs = run(*trees)
+        tiers.end()
+        return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
     return whole_run
@@ -75,17 +87,22 @@ def _writing(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _tensors(line: Line, program: Program, mesh: Mesh, memory: torch.Tensor) -> list[torch.Tensor | None]:
+def _wait(carrier: Any, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
+    """What a transfer brought, of whichever kind it is."""
+    return moving.wait(into) if isinstance(moving, Arriving) else carrier.wait(moving, into, together)
+
+
+def _tensors(line: Line, program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
     """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
-    flats = [None if place is None else _flat(place, mesh, memory) for place in line.into]
+    flats = [None if place is None else _flat(place, mesh, arenas) for place in line.into]
     if line.op in TRANSFERS:
         return flats  # type: ignore[return-value]
     return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, line.out, strict=True)]
 
 
-def _flat(place: Place, mesh: Mesh, memory: torch.Tensor) -> torch.Tensor:
+def _flat(place: Place, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> torch.Tensor:
     offset = place.offset + (mesh.index(place.part) * place.nbytes if place.part else 0)
-    return memory[offset : offset + place.nbytes].view(place.dtype)
+    return arenas[place.arena][offset : offset + place.nbytes].view(place.dtype)
 
 
 def _within(x: torch.Tensor, memory: torch.Tensor) -> bool:

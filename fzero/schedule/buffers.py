@@ -27,11 +27,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from fzero.layout import SECTOR, span
 from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, stays
 from fzero.schedule.memory import Output, output_storages
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
-SECTOR = 4096  # bytes: what is read from disk, or written there, begins and ends at a multiple of this
 SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
@@ -58,6 +58,12 @@ class _Region:
         self.nbytes = -(-self.nbytes // align) * align
         slot = _Slot(self, self.nbytes, numel, value)
         self.nbytes += numel * value.dtype.itemsize
+        return slot
+
+    def add_leaf(self, numel: int, value: Value) -> _Slot:
+        """As `add`, with the room that a leaf takes on disk."""
+        slot = self.add(numel, value, SECTOR)
+        self.align, self.nbytes = SECTOR, slot.at + span(numel * value.dtype.itemsize)
         return slot
 
     def written(self, number: int) -> None:
@@ -224,9 +230,7 @@ class _Placer:
         wait = self.waits[line.out[0].name]
         outs, disk = self.lines[wait][0].out, line.op == "disk_read_start"
         region = self._region(outs[0].tier)
-        slots = [region.add(_numel(v.held(self.mesh)), v, SECTOR if disk else ALIGNMENT) for v in outs]
-        if disk:
-            region.align, region.nbytes = SECTOR, -(-region.nbytes // SECTOR) * SECTOR
+        slots = [(region.add_leaf if disk else region.add)(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = list(slots), list(slots)
         self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
         region.times.append((number, max(self._last(v.name) for v in outs)))
@@ -250,7 +254,9 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        return line.op == "cast" or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
+        return (
+            line.op == "cast" or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
+        )  # compiled readers rely on the strides they were traced with
 
     def _source(self, region: _Region, name: str, number: int, numel: int, packed: bool = False) -> _Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""

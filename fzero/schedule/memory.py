@@ -8,7 +8,6 @@ what lies in it has a role, but no bytes of its own. Bytes of the host count on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,0 +1,117 @@
+"""Copies between the tiers of a rank, as the lines of a program start them and wait for them.
+
+A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never come. The step goes on with what the buffers
+hold and fails at its end, on every rank, with the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fzero.comm.disk import aligned
+from fzero.comm.host import copies
+from fzero.errors import TierError, message
+from fzero.layout import SECTOR, Extent, extent_of
+from fzero.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A copy under way: what waits for it, and the values it makes, if they are not told to lie elsewhere."""
+
+    done: Callable[[], object]
+    values: Sequence[torch.Tensor]
+
+    def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        self.done()
+        return into or self.values
+
+
+class Tiers:
+    """The copies of a program.
+
+    Args:
+        mesh: that it runs on.
+        disk: whether it reads or writes leaves on disk.
+    """
+
+    def __init__(self, mesh: Mesh, disk: bool):
+        self._mesh, self._disk, self._copies = mesh, disk, copies(mesh)
+        self._failed: TierError | None = None
+
+    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
+        return Arriving(self._copies.to_host_start(sources, _shaped(into, sources)).wait, sources)
+
+    def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
+        return Arriving(self._copies.to_device_start(sources, _shaped(into, sources)).wait, sources)
+
+    def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+        extents = [_extent(x) for x in leaves]
+        transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
+        return Arriving(lambda: self._kept(transfer.wait), into)
+
+    def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+        extents = [_extent(x) for x in into]
+        transfer = extents[0].files.write([(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)])
+        return Arriving(lambda: self._kept(transfer.wait), ())
+
+    def end(self) -> None:
+        """Called when a step has run.
+
+        Communication: with leaves on disk one number from every rank.
+
+        Raises:
+            TierError: the first error of a rank's disk, on every rank.
+        """
+        if not self._disk:
+            return
+        failed, self._failed = self._failed, None
+        failures = [str(failed)] if failed else []
+        if self._mesh.size > 1:
+            count = torch.tensor(len(failures))
+            dist.all_reduce(count)
+            if count.item():
+                everyone: list[list[str]] = [[]] * self._mesh.size
+                dist.all_gather_object(everyone, failures)
+                failures = [f"rank {rank}: {text.splitlines()[0]}" for rank, texts in enumerate(everyone) for text in texts]
+        if failures:
+            fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
+            raise TierError(message("step", "a disk failed while the step ran", failures, fix)) from failed
+
+    def _kept(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except TierError as error:
+            self._failed = self._failed or error
+
+
+def _shaped(into: Sequence[torch.Tensor] | None, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    return into and [flat.view(x.shape) for flat, x in zip(into, like, strict=True)]
+
+
+def _extent(tensor: torch.Tensor) -> Extent:
+    found = extent_of(tensor)
+    assert found is not None, "a leaf that rests on disk"
+    return found
+
+
+def _sectors(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a value, to the end of the last sector."""
+    begin, num = x.storage_offset() * x.element_size(), -(-x.nbytes // SECTOR) * SECTOR
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), begin, (num,))
+
+
+def _lies_well(x: torch.Tensor) -> bool:
+    """Whether a value can be written from where it lies."""
+    begin = x.storage_offset() * x.element_size()
+    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + -(-x.nbytes // SECTOR) * SECTOR <= x.untyped_storage().nbytes()
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    out = aligned(-(-x.nbytes // SECTOR) * SECTOR)
+    out[: x.nbytes].view(x.dtype).copy_(x.reshape(-1))
+    return out
