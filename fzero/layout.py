@@ -19,7 +19,6 @@ import torch
 
 from fzero.mesh import AbstractMesh, Mesh
 
-
 TIERS = ("device", "host", "disk")
 
 
