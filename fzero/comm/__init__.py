@@ -1,1 +1,1 @@
-"""Moving bytes: collectives."""
+"""Moving bytes: between ranks, and between memory and disk."""
