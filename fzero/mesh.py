@@ -80,6 +80,7 @@ class Mesh(AbstractMesh):
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
+    copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
     gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
 
     def __init__(
@@ -103,6 +104,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "gather_mesh", gather_mesh)
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "transport", None)
+        object.__setattr__(self, "copies", None)
 
     @property
     def coordinate(self) -> dict[str, int]:

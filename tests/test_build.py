@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,51 @@ def test_libraries_loaded_again_keep_their_own_kernels(folder):
     assert len(paths) == 2 and len({id(m) for m in first + again}) == 4
     for before, after in zip(first, again, strict=True):
         assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+
+
+MEETING = """
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patience_s) {
+    using clock = std::chrono::steady_clock;
+    reinterpret_cast<std::atomic<int64_t>*>(mine)->store(1);
+    for (auto end = clock::now() + std::chrono::seconds(patience_s); clock::now() < end; std::this_thread::yield())
+        if (reinterpret_cast<const std::atomic<int64_t>*>(theirs)->load()) return;
+    throw std::runtime_error("the other kernel did not come");
+}
+"""
+"""Returns once the same kernel has begun in another thread."""
+
+
+@pytest.fixture(scope="module")
+def meet(tmp_path_factory) -> Any:
+    kernel = kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t"))
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    path.write_bytes(worker._compile_cpp(kernels.library_source([kernel]), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
+    return kernels.load_library(path).kernel_0  # type: ignore[attr-defined]
+
+
+def test_kernels_of_two_threads_run_at_once(meet):
+    """With the interpreter's lock held the second would not begin before the first had given up."""
+    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(meet, one, two, 60), threads.submit(meet, two, one, 60)]:
+            done.result()
+    assert one.item() == two.item() == 1
+
+
+def test_what_fails_in_a_kernel_or_before_it_is_an_exception(meet):
+    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="the other kernel did not come"):
+        meet(one, two, 0)
+    one.zero_()
+    with pytest.raises(TypeError):
+        meet(one, two, 0.5)
+    with pytest.raises(TypeError, match="takes 3 arguments"):
+        meet(one, two)
+    assert one.item() == 0  # it did not begin
 
 
 def test_without_a_cache_every_build_compiles_and_says_so(tmp_path, monkeypatch, caplog):

@@ -30,7 +30,7 @@ from fzero.program.record import Recorded
 from fzero.program.segment import signature
 from fzero.schedule.plan import parse_bytes
 
-FORMAT = 2
+FORMAT = 3
 """Of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
 
 LIMIT = 10 * 2**30

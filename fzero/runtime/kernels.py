@@ -205,6 +205,7 @@ _HEAD = """#define PY_SSIZE_T_CLEAN
 #include <cstdint>
 #include <exception>
 #include <stdexcept>
+#include <tuple>
 #include <type_traits>"""
 
 _ARGUMENTS = """
@@ -220,6 +221,12 @@ template <> inline int64_t argument<int64_t>(PyObject* x) {
     if (value == -1 && PyErr_Occurred()) throw std::runtime_error("expected a whole number");
     return value;
 }
+
+// A kernel runs without the interpreter's lock: what streams and copies beside it is Python, too. Its arguments are read before.
+struct Unlocked {
+    PyThreadState* const state = PyEval_SaveThread();
+    ~Unlocked() noexcept(false) { PyEval_RestoreThread(state); }  // which ends a thread that outlives the interpreter by unwinding it
+};
 """
 
 _BINDING = """
@@ -229,9 +236,11 @@ static PyObject* call_{i}(PyObject*, PyObject* const* args, Py_ssize_t count) {{
         return nullptr;
     }}
     try {{
-        fzero_{i}::kernel_{i}({values});
+        std::tuple values{{{values}}};
+        Unlocked unlocked;
+        std::apply(fzero_{i}::kernel_{i}, values);
     }} catch (std::exception const& error) {{
-        PyErr_SetString(PyExc_RuntimeError, error.what());
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
         return nullptr;
     }}
     Py_RETURN_NONE;
