@@ -14,6 +14,7 @@ import torch
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, describe, differences, mismatch
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
+from fzero.comm import disk
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf, place
 from fzero.mesh import Mesh
@@ -21,6 +22,7 @@ from fzero.mesh import Mesh
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
 _GROUP = 1 << 30  # bytes of leaves read at a time; bounds the copies that cast=True makes
+_WINDOW = 1 << 26  # bytes of a leaf on disk that are in memory at a time
 _REPAIR = "restore another step, or copy this one again from where it was saved"
 
 
@@ -32,7 +34,9 @@ class _Piece(NamedTuple):
     leaf: str
 
 
-def read(path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False) -> dict[str, torch.Tensor]:
+def read(
+    path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False, into: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved from.
 
     Args:
@@ -42,11 +46,13 @@ def read(path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *
         mesh: each tensor has the resting shape of its leaf on this rank, zero-padded, and is placed on it: on
             `mesh.device` for the tier "device", in host memory for any other.
         cast: convert stored dtypes to those wanted, where they differ.
+        into: by path of the leaf, the tensors to fill and return in place of new ones; those of leaves on disk must be among them.
 
     Communication: on a mesh of several processes, one exchange of a small object, so that all ranks raise if one does;
         every rank calls it. Each rank reads the bytes of its own ranges, to the next MiB.
 
-    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype.
+    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype; with leaves on disk
+        buffers of 96 MiB besides.
 
     Raises:
         CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are missing,
@@ -64,7 +70,7 @@ def read(path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *
         tensor([3., 4., 0.])
     """
     ranks = ALONE if mesh.device_mesh is None else world()
-    return _read_as(ranks, path, wanted, mesh, cast)
+    return _read_as(ranks, path, wanted, mesh, cast, into)
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
@@ -116,13 +122,15 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
                 yield block
 
 
-def _read_as(ranks: Ranks, path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool) -> dict[str, torch.Tensor]:
+def _read_as(
+    ranks: Ranks, path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
-    together(ranks, "checkpoint.read", f"cannot read {path}", lambda: out.update(_read(describe(path), wanted, mesh, cast)))
+    together(ranks, "checkpoint.read", f"cannot read {path}", lambda: out.update(_read(describe(path), wanted, mesh, cast, into or {})))
     return out
 
 
-def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool) -> dict[str, torch.Tensor]:
+def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if problems := differences(index, {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}, cast=cast, subset=True):
         raise mismatch(index, problems, len(wanted))
     first: dict[Leaf, str] = {}
@@ -136,28 +144,63 @@ def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool) -> d
     touched = {p.file for name in todo for p in index.parts[stored[name]] if p.start < spans[name][1] and spans[name][0] < p.stop}
     if problems := missing(index, sorted(touched)):
         raise damaged(index, problems)
+    on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
+    if problems := [f"{wanted[name].path}: rests on disk, and no place for it is given" for name in on_disk if wanted[name].path not in into]:
+        raise CheckpointError(message("checkpoint.read", f"cannot read {index.directory}", problems, "call restore of the step, which makes places"))
     out: dict[str, torch.Tensor] = {}
-    problems = []
-    bad: dict[tuple[str, int], dict[str, None]] = {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
-        for group in _groups(todo, {name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize for name in todo}):
+        reading = _Reading(index, pool)
+        sizes = {name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize for name in todo if wanted[name].layout.tier != "disk"}
+        for group in _groups(sizes):
             jobs: dict[str, list[_Piece]] = defaultdict(list)
             for name in group:
                 leaf, dtype = wanted[name], index.leaves[name][1]
                 device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
-                out[name] = torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device)
+                given = into.get(leaf.path) if dtype == leaf.dtype else None
+                out[name] = torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device) if given is None else given.zero_()
                 _cut(index, stored[name], spans[name], format.as_bytes(out[name]), jobs)
-            batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces)]
-            for (file, _), (chunks, problem) in zip(batches, pool.map(lambda job: _fill(index, *job), batches), strict=True):
-                problems += [problem] if problem else []
-                for chunk, leaf in chunks:
-                    bad.setdefault((file, chunk), {})[leaf] = None
+            reading.run(jobs)
             for name in group:
-                out[name] = place(out[name].to(wanted[name].dtype), wanted[name], mesh)
-    problems += [_bad_chunk(index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(bad.items())]
-    if problems:
+                leaf, value = wanted[name], out[name].to(wanted[name].dtype)
+                out[name] = place(into[leaf.path].copy_(value) if leaf.path in into and value is not into[leaf.path] else value, leaf, mesh)
+        for name in on_disk:
+            out[name] = into[wanted[name].path]
+            reading.to_disk(stored[name], spans[name], out[name])
+    if problems := reading.faults():
         raise damaged(index, problems)
     return {name: out[tied[name]] for name in wanted}
+
+
+class _Reading:
+    """Fills memory and disk from the files of a checkpoint, several pieces at a time, and remembers what is wrong with them."""
+
+    def __init__(self, index: Index, pool: ThreadPoolExecutor):
+        self._index, self._pool = index, pool
+        self._problems: list[str] = []
+        self._bad: dict[tuple[str, int], dict[str, None]] = {}
+
+    def run(self, jobs: Mapping[str, list[_Piece]], nbytes: int = _BATCH) -> None:
+        """Reads the pieces of each file, at most `nbytes` by one thread at a time."""
+        batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
+        for (file, _), (chunks, problem) in zip(batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True):
+            self._problems += [problem] if problem else []
+            for chunk, leaf in chunks:
+                self._bad.setdefault((file, chunk), {})[leaf] = None
+
+    def to_disk(self, name: str, span: tuple[int, int], out: torch.Tensor) -> None:
+        """Elements `span` of a leaf, and zeros behind them, as the value of a tensor on disk."""
+        dtype = self._index.leaves[name][1]
+        size = _WINDOW // max(dtype.itemsize, out.dtype.itemsize)
+        with disk.write_pieces(out) as write:
+            for start in range(*span, size):
+                part, jobs = torch.empty(min(size, span[1] - start), dtype=dtype), defaultdict[str, list[_Piece]](list)
+                _cut(self._index, name, (start, start + part.numel()), format.as_bytes(part), jobs)
+                self.run(jobs, _WINDOW // _THREADS)
+                write(part.to(out.dtype))
+            write(torch.zeros(out.numel() - (span[1] - span[0]), dtype=out.dtype))
+
+    def faults(self) -> list[str]:
+        return self._problems + [_bad_chunk(self._index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(self._bad.items())]
 
 
 def _cut(index: Index, name: str, span: tuple[int, int], out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
@@ -170,13 +213,13 @@ def _cut(index: Index, name: str, span: tuple[int, int], out: torch.Tensor, jobs
             jobs[part.file].append(_Piece(part.offset + (start - part.start) * itemsize, piece, name))
 
 
-def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
+def _batches(pieces: list[_Piece], nbytes: int) -> Iterable[list[_Piece]]:
     """Pieces of one file in its order, cut so that several threads can share a large file."""
     batch, total = [], 0
     for piece in sorted(pieces, key=lambda p: p.offset):
-        for at in range(0, piece.out.numel(), _BATCH):
-            cut = piece.out[at : at + _BATCH]
-            if batch and total + cut.numel() > _BATCH:
+        for at in range(0, piece.out.numel(), nbytes):
+            cut = piece.out[at : at + nbytes]
+            if batch and total + cut.numel() > nbytes:
                 yield batch
                 batch, total = [], 0
             batch.append(_Piece(piece.offset + at, cut, piece.leaf))
@@ -231,14 +274,14 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more leaves" if len(names) > 5 else "")
 
 
-def _groups(names: list[str], nbytes: Mapping[str, int]) -> Iterable[list[str]]:
+def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
     group, total = [], 0
-    for name in names:
-        if group and total + nbytes[name] > _GROUP:
+    for name, size in nbytes.items():
+        if group and total + size > _GROUP:
             yield group
             group, total = [], 0
         group.append(name)
-        total += nbytes[name]
+        total += size
     if group:
         yield group
 

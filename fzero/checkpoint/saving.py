@@ -25,8 +25,9 @@ from fzero.checkpoint import format, skeleton
 from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
+from fzero.comm import disk
 from fzero.errors import CheckpointError, message
-from fzero.layout import leaf_of
+from fzero.layout import extent_of, leaf_of
 from fzero.mesh import Mesh
 
 
@@ -64,7 +65,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
     Communication: three exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
         and of a whole leaf, spread over the ranks by size.
 
-    Memory: one buffer of at most 16 MiB on the host.
+    Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk.
 
     Raises:
         CheckpointError: on every rank, if anything failed on any; names each failing rank. The previous checkpoint is
@@ -198,8 +199,12 @@ def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
 
     def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
         start, stop = mine[entry.name]
-        tensor = plan.tensors[entry.name].detach().resolve_conj().resolve_neg().contiguous()
-        yield format.as_bytes(tensor)[: (stop - start) * entry.dtype.itemsize]  # less the padding, which is at the end
+        tensor, left = plan.tensors[entry.name], (stop - start) * entry.dtype.itemsize  # less the padding, which is at the end
+        on_disk = extent_of(tensor) is not None
+        for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
+            data = format.as_bytes(piece)[:left]
+            left -= data.numel()
+            yield data
 
     name = file_name(rank, plan.size)
     written = format.write(temporary / name, [entry(n) for n in mine], blocks)
@@ -252,7 +257,7 @@ def _step(state: Any, problems: list[str]) -> int:
 def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
     if tensor.dtype not in format.CODES:
         return f"the dtype {tensor.dtype} cannot be stored"
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    if (tensor.device.type == "meta" and extent_of(tensor) is None) or tensor.layout != torch.strided:
         return f"a tensor on the meta device or of layout {tensor.layout} has no bytes to store"
     if (tag := leaf_of(tensor)) is None:
         return None

@@ -162,6 +162,25 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
     return Recorded(graph, source.constants)
 
 
+def constants_for_shapes(graph: Recorded) -> Recorded:
+    """The same function, with constants where it asks a value for nothing but its shape; inputs that no line reads any more have no users.
+
+    The graph is changed."""
+    for node in list(graph.graph.nodes):
+        if node.target in _LIKE or node.target in _NEW:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(_constant(graph.graph, node, list(node.meta["val"].shape), node.meta["val"]))
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Tensor) -> fx.Node:
+    """The constant that a node like another tensor is, of any shape."""
+    fill = node.args[-1] if node.target in (aten.full_like.default, aten.new_full.default) else int(node.target in _ONES)
+    device = node.kwargs.get("device") or node.meta["val"].device
+    return _emit(graph, aten.full.default, (shape, fill), value, {"dtype": value.dtype, "device": device})
+
+
 def _shardable(node: fx.Node) -> bool:
     """Whether a node's shard can be made from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
@@ -222,9 +241,7 @@ def _make(
         args = sub_range(node.args, local.numel() * index, local.numel() * (index + 1))
         return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, False]), local, node.kwargs)
     if node.target in _LIKE or node.target in _NEW:
-        fill = node.args[-1] if node.target in (aten.full_like.default, aten.new_full.default) else int(node.target in _ONES)
-        device = node.kwargs.get("device") or node.meta["val"].device
-        return _emit(graph, aten.full.default, ([local.numel()], fill), local, {"dtype": local.dtype, "device": device})
+        return _constant(graph, node, [local.numel()], local)
     if _is_view(node):
         return env[node.args[0], True]  # type: ignore[index]
     if _is_local(node):

@@ -9,16 +9,18 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fzero import compat
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
 from fzero.mesh import Mesh, absent
 from fzero.program.ir import Program
 from fzero.program.segment import signature
 from fzero.program.show import show
+
+T = TypeVar("T")
 
 
 def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
@@ -58,6 +60,32 @@ def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
     if absent(store, [key], mesh.timeout):
         raise DivergenceError(message("compile", "not every rank is ready to run", [f"rank 0 did not come in {mesh.timeout:g} s"], "look at rank 0's error"))
     return store.get(key).decode()
+
+
+def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
+    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them.
+
+    Communication: a few hundred bytes through the store.
+
+    Raises:
+        FzeroValueError: it failed on another rank, naming each that did and why.
+        DivergenceError: a rank did not come in time.
+    """
+    if mesh.size == 1:
+        return act()
+    error, result = None, None
+    try:
+        result = act()
+    except Exception as caught:
+        error = caught
+    mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
+    texts = {rank: note["failed"] for rank, note in _Talk(mesh).everyone({"failed": mine}).items()}
+    if not any(texts.values()):
+        return result  # type: ignore[return-value]
+    if error is not None and set(texts.values()) == {mine}:
+        raise error
+    problems = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, text in texts.items() if text]
+    raise FzeroValueError(message(owner, "not every rank could do its part", problems, "look at the first rank that failed")) from error
 
 
 def describe(program: Program) -> str:

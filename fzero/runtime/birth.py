@@ -1,12 +1,15 @@
-"""Birth of a state: each leaf made where and as it rests, one at a time.
+"""Birth of a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the leaf (see
-program/propagate.py). What cannot be is made whole, cut and dropped before the next one.
+program/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked for its shape, as parameters are by
+most optimizers, no value is had; and what is made of zeros is not made at all, but said to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +18,30 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero.layout import Leaf, shard
 from fzero.mesh import Mesh
-from fzero.program.propagate import cut, propagate
+from fzero.program.propagate import aten, constants_for_shapes, cut, propagate
 from fzero.program.record import Recorded, record
 from fzero.program.segment import Part, ancestors
 from fzero.program.trace import Inputs
 from fzero.random import DERIVE
 from fzero.step import Step
 
+Put = Callable[[torch.Tensor | None, Leaf], torch.Tensor]
+"""Puts the value of a leaf, None being zeros, where it rests, and returns what stands for it in a state."""
 
-def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh) -> dict[int, torch.Tensor]:
+Load = Callable[[], torch.Tensor]
+
+
+def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
     """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position."""
     (place,) = graph.inputs
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))  # one split makes the keys of many leaves: it is done once
     derived = _Run(Part(graph, [place], keys).extract()).run(key)
-    return _leaves(graph, {place: key, **dict(zip(keys, derived, strict=True))}, [], inputs, mesh)
+    values: dict[fx.Node, Load] = {n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
+    return _leaves(graph, values, [], inputs, mesh, put)
 
 
-def opt_state(step: Step, params: Inputs, opt: Inputs, made: dict[int, torch.Tensor], mesh: Mesh) -> dict[int, torch.Tensor]:
-    """The leaves of `optimizer.init(params)` as they rest on this rank, by position."""
+def opt_state(step: Step, params: Inputs, opt: Inputs, load: Callable[[int], torch.Tensor], mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
+    """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a distinct parameter on the device."""
     places = params.distinct
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
@@ -43,12 +52,12 @@ def opt_state(step: Step, params: Inputs, opt: Inputs, made: dict[int, torch.Ten
             return tree.leaves(step.optimizer.init(step.optimized(whole)))
 
         graph = record(run, fakes, owner="optimizer", names=[f"p_{i}" for i in range(len(places))], source=step.optimizer.init)
-    given = {p: made[i] for p, i in zip(graph.inputs, places, strict=True)}
+    given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
     sharded = {p for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
-    return _leaves(graph, given, sharded, opt, mesh)
+    return _leaves(graph, given, sharded, opt, mesh, put)
 
 
-def _leaves(graph: Recorded, values: Mapping[fx.Node, torch.Tensor], sharded: Collection[fx.Node], inputs: Inputs, mesh: Mesh) -> dict[int, torch.Tensor]:
+def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Collection[fx.Node], inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
     """What the graph returns, from the values of its inputs and of other nodes of it."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, Recorded] = {}  # the moments of an optimizer are made alike, leaf after leaf
@@ -64,13 +73,27 @@ def _leaves(graph: Recorded, values: Mapping[fx.Node, torch.Tensor], sharded: Co
         if key not in known:
             one = part.extract()
             arrives = {new: leaf.path for p, new in zip(read, one.inputs, strict=True) if p in sharded}
-            known[key] = propagate(one, arrives, [bool(leaf.layout.axes)], size, "init", index)
-        given = [values[p] for p in read]
-        (value,) = _Cutting(known[key], leaf, mesh).run(*given)
-        value = value.to(device=mesh.device, dtype=leaf.dtype)
-        shared = any(value.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() for v in given)
-        out[i] = value.clone(memory_format=torch.contiguous_format) if shared or not value.is_contiguous() else value.detach()
+            known[key] = constants_for_shapes(propagate(one, arrives, [bool(leaf.layout.axes)], size, "init", index))
+        out[i] = put(None if _is_zeros(known[key]) else _value(known[key], [values[p] for p in read], leaf, mesh), leaf)
     return out
+
+
+def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """The leaf that a graph returns, in memory of its own."""
+    given = [load() if node.users else None for node, load in zip(graph.inputs, loads, strict=True)]
+    (value,) = _Cutting(graph, leaf, mesh).run(*given)
+    value = value.to(device=mesh.device, dtype=leaf.dtype)
+    shared = any(x is not None and value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
+    return value.clone(memory_format=torch.contiguous_format) if shared or not value.is_contiguous() else value.detach()
+
+
+def _is_zeros(graph: Recorded) -> bool:
+    (made,) = graph.outputs
+    return made.target is aten.zeros.default or (made.target is aten.full.default and made.args[1] == 0 and math.copysign(1.0, made.args[1]) > 0)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class _Run(fx.Interpreter):

@@ -17,18 +17,31 @@ from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
-from fzero.lower import Lowered, abstract, abstract_params, batch_inputs, extra_leaves, lower_inputs, opt_state_inputs, params_inputs, recorded, zero_of
+from fzero.lower import (
+    Lowered,
+    abstract,
+    abstract_params,
+    batch_inputs,
+    extra_leaves,
+    lower_inputs,
+    offloads,
+    opt_state_inputs,
+    params_inputs,
+    recorded,
+    zero_of,
+)
 from fzero.mesh import Mesh
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
-from fzero.runtime import agree, birth, gather, profile
+from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
+from fzero.transforms.offload import paths_of
 
 
 class _Compiled:
@@ -67,6 +80,13 @@ class _Compiled:
         lowered, run = self._runs[key]
         self._lowered = lowered
         return lowered, run
+
+    def _on_device(self, batch: Any, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The leaves of a batch where the program reads them."""
+        if any(x.is_meta for x in flat):
+            wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
+            raise FzeroValueError(message("step", "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
+        return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         """The program, and how to make it executable once all ranks agree on it."""
@@ -114,24 +134,32 @@ class CompiledStep(_Compiled):
             check_params(params)
         inputs = params_inputs(self.step, self.mesh, params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        self._check_rest(inputs, opt_inputs)
-        if graph is not None:
-            made = birth.from_function(graph, key, inputs, self.mesh)
-        else:
-            flat = tree.leaves(params)
-            made = {i: shard(flat[i], inputs.leaves[i], self.mesh) for i in inputs.distinct}
-        for i, x in made.items():
-            place(x, inputs.leaves[i], self.mesh)
-        opt = birth.opt_state(self.step, inputs, opt_inputs, made, self.mesh)
+        places = self._places(inputs, opt_inputs, "init")
+
+        def put(value: torch.Tensor | None, leaf: Leaf) -> torch.Tensor:
+            return resting.put(value, leaf, places, self.mesh)
+
+        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+            if graph is not None:
+                made = birth.from_function(graph, key, inputs, self.mesh, put)
+            else:
+                flat = tree.leaves(params)
+                made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
+            return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
+
+        made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
         return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
 
-    def _check_rest(self, *inputs: Inputs) -> None:
-        """Raises if the state alone is more than the memory budget."""
-        leaves = [x.leaves[i] for x in inputs for i in x.distinct]
-        rests = sum(leaf.shard_numel(self.mesh) * leaf.dtype.itemsize for leaf in leaves)
+    def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
+        """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
+        leaves = resting.travelling(params, opt_state)
+        near = {"device", "host"} if self.mesh.unified_memory else {"device"}
+        rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in near)
         if self.memory_budget is not None and rests > self.memory_budget:
             problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
-            raise BudgetError(message("memory_budget", "the state alone does not fit", problems, "shard more of it: fz.shard_params, or raise the budget"))
+            fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
+            raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+        return resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
 
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
@@ -157,11 +185,10 @@ class CompiledStep(_Compiled):
         else:
             inputs = params_inputs(self.step, self.mesh, saved.params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        self._check_rest(inputs, opt_inputs)
         meta = _abstract_state(inputs, opt_inputs)
         names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
         checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
-        read = checkpoint.read(path, names, self.mesh)
+        read = checkpoint.read(path, names, self.mesh, into=self._places(inputs, opt_inputs, "restore"))
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
@@ -187,8 +214,7 @@ class CompiledStep(_Compiled):
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(params, batch, flat)
-        device = self.mesh.device
-        batch = tree.unflatten(structure, [x.detach().to(device, non_blocking=True).contiguous() for x in flat])
+        batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
         return state, tree.unflatten(lowered.structure, outputs)
@@ -268,7 +294,7 @@ class CompiledEval(_Compiled):
         inputs = self._inputs_of[1]
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat)
-        batch = tree.unflatten(structure, [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat])
+        batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(params, batch)
         return tree.unflatten(lowered.structure, outputs)

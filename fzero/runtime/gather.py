@@ -10,6 +10,7 @@ from fzero import tree
 from fzero.comm.collectives import gather
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
+from fzero.runtime.resting import load
 
 
 def whole(state: Any, mesh: Mesh) -> Any:
@@ -18,8 +19,7 @@ def whole(state: Any, mesh: Mesh) -> Any:
 
     def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
-            known = leaf_of(x)
-            value = x.detach()
+            known, value = leaf_of(x), load(x, mesh.device)
             if known is not None and known[0].layout.axes:
                 value = gather(mesh, value, known[0].layout.axes[0])[: known[0].numel].view(known[0].shape)
             done[id(x)] = value.to("cpu", copy=True)

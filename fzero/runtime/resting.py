@@ -1,0 +1,86 @@
+"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put there.
+
+A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and values are put into it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fzero.comm import disk
+from fzero.comm.host import host_tensors
+from fzero.layout import Leaf, extent_of, place
+from fzero.lower import mirrors
+from fzero.mesh import Mesh
+from fzero.program.trace import Inputs
+from fzero.runtime import agree
+
+Places = Mapping[str, torch.Tensor]
+"""By path, what stands in a state for each leaf off the device."""
+
+
+def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that mirrors it."""
+    following: dict[int | None, list[Leaf]] = {}
+    for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
+        following.setdefault(None if i is None else params.ties[i], []).append(leaf)
+    return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
+
+
+def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], owner: str) -> dict[str, torch.Tensor]:
+    """Places, all zeros, for those of the leaves that do not rest on the device: in one allocation and one set of files, in their order.
+
+    Every rank calls it; if it fails on one rank it fails on all.
+
+    Communication: with leaves off the device, up to three exchanges of a few bytes through the store.
+
+    Raises:
+        FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks, with the numbers.
+        TierError: not enough host memory.
+    """
+    on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
+    out: dict[str, torch.Tensor] = {}
+    if on_disk:
+        nbytes, local = sum(disk.span(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
+        out.update((leaf.path, x) for leaf, x in zip(on_disk, agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)), strict=True))
+    if on_host:
+        made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
+        out.update((leaf.path, place(x, leaf, mesh)) for leaf, x in zip(on_host, made, strict=True))
+    return out
+
+
+def put(value: torch.Tensor | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
+    """The resting tensor of a leaf with this value in it for the first time, None being zeros; the value itself if it rests on the device."""
+    if leaf.layout.tier == "device":
+        value = torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device) if value is None else value
+        return place(value, leaf, mesh)
+    if value is not None and _bits(value).any():
+        store(value, places[leaf.path])
+    return places[leaf.path]
+
+
+def store(value: torch.Tensor, resting: torch.Tensor) -> None:
+    """Makes a value on any device that of a tensor of a state."""
+    if extent_of(resting) is None:
+        resting.copy_(value)
+    else:
+        disk.store(value, resting)
+
+
+def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The value of a tensor of a state, on a device: the tensor's own memory if it rests there."""
+    return (resting.detach() if extent_of(resting) is None else disk.load(resting)).to(device)
+
+
+def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
+    """Bytes of a leaf on each rank."""
+    return leaf.shard_numel(mesh) * leaf.dtype.itemsize
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as integers: zeros below zero have a bit."""
+    return value.detach().reshape(-1).view(torch.uint8)
