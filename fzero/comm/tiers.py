@@ -1,7 +1,7 @@
 """Copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
-A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never come. The step goes on with what the buffers
-hold and fails at its end, on every rank, with the same error.
+A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never come. The step goes on with what the
+buffers hold and fails at its end, on every rank, with the same error.
 """
 
 from __future__ import annotations

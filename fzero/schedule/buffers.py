@@ -27,7 +27,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from fzero.layout import SECTOR, span
+from fzero import layout
 from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, stays
 from fzero.schedule.memory import Output, output_storages
 
@@ -62,8 +62,8 @@ class _Region:
 
     def add_leaf(self, numel: int, value: Value) -> _Slot:
         """As `add`, with the room that a leaf takes on disk."""
-        slot = self.add(numel, value, SECTOR)
-        self.align, self.nbytes = SECTOR, slot.at + span(numel * value.dtype.itemsize)
+        slot = self.add(numel, value, layout.SECTOR)
+        self.align, self.nbytes = layout.SECTOR, slot.at + layout.span(numel * value.dtype.itemsize)
         return slot
 
     def written(self, number: int) -> None:
@@ -254,9 +254,9 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        return (
-            line.op == "cast" or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
-        )  # compiled readers rely on the strides they were traced with
+        if line.op == "cast":
+            return True
+        return self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
 
     def _source(self, region: _Region, name: str, number: int, numel: int, packed: bool = False) -> _Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""

@@ -1,9 +1,9 @@
 """When every line of a program runs: a simulation of one rank's queues.
 
-[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`, `reduce:data`, `disk`.
-On an asynchronous device, and to and from a disk, a start puts its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is
-free, and a wait holds compute until it is done. On a device that is not, a transfer takes its time where it is waited for. Time that
-compute spends waiting is *exposed*.
+[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`,
+`reduce:data`, `disk`. On an asynchronous device, and to and from a disk, a start puts its transfer in its channel at the moment compute comes to
+it; the transfer begins once the channel is free, and a wait holds compute until it is done. On a device that is not, a transfer takes its time where it
+is waited for. Time that compute spends waiting is *exposed*.
 """
 
 from __future__ import annotations
