@@ -179,6 +179,18 @@ def test_nothing_to_move(tmp_path: Path) -> None:
     found.close()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, BLOCK, 2 * MIB - 1, 2 * MIB, 33 * MIB + 5])
+def test_memory_for_direct_io(nbytes: int) -> None:
+    """Of its own, all of it, and as long as any part of it is in use."""
+    memory, other = disk.aligned(nbytes), disk.aligned(nbytes)
+    assert memory.numel() == nbytes and memory.data_ptr() % (2 * MIB if nbytes >= 2 * MIB else BLOCK) == 0
+    tail = memory.fill_(3)[nbytes // 2 :]
+    other.fill_(4)
+    del memory
+    gc.collect()
+    assert bool((tail == 3).all())
+
+
 def test_runs_that_cannot_be_moved(tmp_path: Path) -> None:
     found, memory = disk.Files(tmp_path, 4 * BLOCK), disk.aligned(4 * BLOCK)
     bad = [(1, memory[:BLOCK]), (0, memory[:100]), (0, memory[8 : BLOCK + 8]), (BLOCK, memory), (-BLOCK, memory[:BLOCK]), (0, memory.view(torch.int32))]
