@@ -84,8 +84,9 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
     axis = line.attrs["axes"][0] if line.attrs.get("axes") else ""
     match line.op:
         case "call":
-            written = sorted({w.split("['")[0] for w in line.writes})
-            notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *([f"in place: {', '.join(written)}"] if written else [])]
+            written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
+            in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
+            notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]
             return Printed(depth, f"{line.fn}({args}{into})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
