@@ -50,6 +50,7 @@ class Tiers:
         return Arriving(self._copies.to_device_start(sources, _shaped(into, sources)).wait, sources)
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+        self._copies.settle()
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
         return Arriving(lambda: self._kept(transfer.wait), into)
@@ -58,6 +59,15 @@ class Tiers:
         extents = [_extent(x) for x in into]
         transfer = extents[0].files.write([(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)])
         return Arriving(lambda: self._kept(transfer.wait), ())
+
+    def on_host(self, function: Callable[..., object]) -> Callable[..., object]:
+        """A function that the host runs: nothing that it may write is still on its way to the device."""
+
+        def call(*args: object, **kwargs: object) -> object:
+            self._copies.settle()
+            return function(*args, **kwargs)
+
+        return call
 
     def end(self) -> None:
         """Called when a step has run.

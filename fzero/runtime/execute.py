@@ -35,7 +35,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     memory = arenas["device"]
     part_of = functools.cache(functools.partial(_range, mesh))
     namespace: dict[str, Any] = {
-        **functions,
+        **{name: tiers.on_host(f) if program.functions[name].on == "host" else f for name, f in functions.items()},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "all_gather_start": carrier.all_gather_start,
         "reduce_scatter_start": carrier.reduce_scatter_start,

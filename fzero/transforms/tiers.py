@@ -2,7 +2,8 @@
 
 Lines compute on the device, but for those of the optimizer that read what rests elsewhere: they compute on the host, unless `update_on` says otherwise, and
 gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it, cast on the host if it is computed in another dtype; one
-that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together.
+that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together. What a block's backward has read
+from disk its update does not read again, if it follows at once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Rewrite:
         self.update_on = next((r.update_on for r in records if r.update_on != "auto"), "host")
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
+        self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
 
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
@@ -57,7 +59,7 @@ class _Rewrite:
         if line.op == "loop":
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             body = tuple(self._lines(line.body))
-            self.lies = outside
+            self.lies, self.recent = outside, []
             return [replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device":
             return self._cast(line)
@@ -67,9 +69,14 @@ class _Rewrite:
             return self._assign(line)
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
+            self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
             off = any("device" not in self._at(a) for a in line.args)
             return self._on("host" if off and self.update_on == "host" else "device", line)
-        return [*self._on("device", line), *self._rest(line)]
+        lines = self._on("device", line)
+        if line.attrs.get("backward") or line.by == "fuse":
+            num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
+            self.recent = [*self.recent, self._read_by(lines)][-num:]
+        return [*lines, *self._rest(line)]
 
     # --- where values lie ---
 
@@ -173,6 +180,11 @@ class _Rewrite:
     def _made(self, line: Line) -> Line:
         self.values.update((v.name, v) for v in line.out)
         return line
+
+    def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
+        """The leaves that these lines read from disk, and their copies on the host."""
+        reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
+        return {leaf: v.name for x in lines if x.op == "wait" and x.args[0] in reads for leaf, v in zip(reads[x.args[0]], x.out, strict=True)}
 
     # --- lines of their own kind ---
 
