@@ -50,8 +50,6 @@ RESTING = 12.2  # bytes a parameter
 
 def worker(args: argparse.Namespace) -> None:
     os.environ["FZERO_MALLOC"] = "default"  # peers allocate as they do without fzero; its update does not
-    if args.avx2:
-        _without_avx512()
     import torch
     from updates import in_bf16, signed_root, update_of
 
@@ -64,6 +62,8 @@ def worker(args: argparse.Namespace) -> None:
     mesh = fz.make_mesh(device="cpu")
 
     def measure(leaves: int) -> dict[str, Any]:
+        if args.avx2:
+            _without_avx512()
         total = int(args.millions * 2**20)
         sizes = [total // leaves] * leaves
         adamw = update_of(optim.adamw(LR, *BETAS, eps=EPS, weight_decay=WEIGHT_DECAY), sizes)
