@@ -25,6 +25,8 @@ import torch
 from fzero.errors import TierError, message
 from fzero.mesh import Mesh
 
+Tensors = Sequence[torch.Tensor]
+
 _STAGGER, _EVERY = 68 << 10, 16 << 20  # bytes of a gap, and of leaves from one to the next
 
 
@@ -136,11 +138,11 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
 class Copy:
     """A copy under way: the tensors that it fills, those that it reads, and what waits for it."""
 
-    filled: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
+    filled: Tensors
+    sources: Tensors
     done: Callable[[], None]
 
-    def wait(self) -> Sequence[torch.Tensor]:
+    def wait(self) -> Tensors:
         """The tensors, filled: for what the host or the device, whichever they are on, does next."""
         self.done()
         return self.filled
@@ -152,9 +154,9 @@ class Copies(Protocol):
     Without `into`, which only one memory for both allows, the sources are handed on.
     """
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy: ...
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
 
-    def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy: ...
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
 
     def settle(self) -> None:
         """Returns once the host may write what copies to the device read that were waited for: on CUDA their wait holds up the device alone."""
@@ -172,7 +174,7 @@ def copies(mesh: Mesh) -> Copies:
 class Unified:
     """Of one memory: everything is where it should be, except for a leaf of the state that is to have another's value."""
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         for source, target in _moves(sources, into or sources):
             target.copy_(source)
         return Copy(into or sources, sources, lambda: None)
@@ -201,7 +203,7 @@ class Apart:
         thread.start()
         weakref.finalize(self, _end, self._queue, thread)
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         assert into is not None, "two memories"
         moves = _moves(sources, into)
         for _, target in moves:
@@ -265,11 +267,11 @@ class Streams:
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._reading: list[torch.cuda.Event] = []  # of copies to the device that were waited for and may not be done
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, done = self._start(self._to_host, sources, into)
         return Copy(filled, sources, done.synchronize)
 
-    def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, done = self._start(self._to_device, sources, into)
 
         def wait() -> None:
@@ -283,9 +285,7 @@ class Streams:
             done.synchronize()
         self._reading.clear()
 
-    def _start(
-        self, stream: torch.cuda.Stream, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None
-    ) -> tuple[Sequence[torch.Tensor], torch.cuda.Event]:
+    def _start(self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None) -> tuple[Tensors, torch.cuda.Event]:
         assert into is not None, "two memories"
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -296,6 +296,6 @@ class Streams:
         return into, done
 
 
-def _moves(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of which the second is not the first."""
     return [(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()]
