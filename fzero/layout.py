@@ -91,21 +91,26 @@ class Leaf:
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
-_LARGE, _STAGGER = 16 << 20, 64 << 10  # bytes
+_EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
-def span(nbytes: int) -> int:
-    """Bytes from the beginning of a leaf to that of the next, where leaves lie one behind the other in host memory or on disk: whole sectors, and 64 KiB more
-    from 16 MiB on.
+def apart(sizes: Sequence[int]) -> list[int]:
+    """Where leaves of these bytes begin that lie one behind the other in host memory or on disk, and where the last one ends: each at a sector, with 68 KiB more
+    behind every 16 MiB.
 
-    An update reads and writes several leaves of one size at once: parameters, moments, gradients. If they lay a power of two apart the same cache sets would
-    hold all of them, and the update takes 2.5 times as long.
+    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart as all parameters take bytes; if
+    that is a multiple of 2^28 the same cache sets hold all of them, and the update takes two to six times as long. With the gaps no multiple of 2^28
+    below 2^40 stays one.
 
     Example:
-        >>> span(0), span(10), span(4096), span(1 << 24)
-        (0, 4096, 4096, 16842752)
+        >>> apart([10, 1 << 24, 10])
+        [0, 4096, 16850944, 16855040]
     """
-    return -(-nbytes // SECTOR) * SECTOR + (_STAGGER if nbytes >= _LARGE else 0)
+    out, at = [], 0
+    for nbytes in (*sizes, 0):
+        out.append(at + at // _EVERY * _GAP)
+        at += -(-nbytes // SECTOR) * SECTOR
+    return out
 
 
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:

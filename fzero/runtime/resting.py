@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fzero import layout
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.layout import Leaf, extent_of, place
@@ -45,7 +44,7 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], own
     on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
     out: dict[str, torch.Tensor] = {}
     if on_disk:
-        nbytes, local = sum(layout.span(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        nbytes, local = sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
         out.update((leaf.path, x) for leaf, x in zip(on_disk, agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)), strict=True))
     if on_host:

@@ -60,11 +60,11 @@ class _Region:
         self.nbytes += numel * value.dtype.itemsize
         return slot
 
-    def add_leaf(self, numel: int, value: Value) -> _Slot:
-        """As `add`, with the room that a leaf takes on disk."""
-        slot = self.add(numel, value, layout.SECTOR)
-        self.align, self.nbytes = layout.SECTOR, slot.at + layout.span(numel * value.dtype.itemsize)
-        return slot
+    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[_Slot]:
+        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
+        *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
+        self.align, self.nbytes = layout.SECTOR, -(-self.nbytes // layout.SECTOR) * layout.SECTOR
+        return [_Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
 
     def written(self, number: int) -> None:
         self.first = number if self.first is None else min(self.first, number)
@@ -228,9 +228,9 @@ class _Placer:
     def _fetch(self, number: int, line: Line) -> None:
         """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
         wait = self.waits[line.out[0].name]
-        outs, disk = self.lines[wait][0].out, line.op == "disk_read_start"
+        outs = self.lines[wait][0].out
         region = self._region(outs[0].tier)
-        slots = [(region.add_leaf if disk else region.add)(_numel(v.held(self.mesh)), v) for v in outs]
+        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
         self.into[number], self.into[wait] = list(slots), list(slots)
         self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
         region.times.append((number, max(self._last(v.name) for v in outs)))
