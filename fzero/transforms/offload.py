@@ -49,7 +49,7 @@ class Offload(Transform):
 
     def __str__(self) -> str:
         """The tier, the roles, and what is not as by default."""
-        shown = [f"{self.tier!r}", repr(self.of if len(self.of) > 1 else self.of[0])]
+        shown = [f"{self.tier!r}", repr(self.of) if len(self.of) > 1 else repr(*self.of)]
         for f in fields(self)[2:]:
             if (value := getattr(self, f.name)) != f.default:
                 value = value[0] if f.name == "path" and len(value) == 1 else value
@@ -111,7 +111,7 @@ def offload(
         step, tier, of = None, step, tier if tier is not None else of
     tier, of = "cpu" if tier is None else tier, "opt_state" if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
-    paths = () if path is None else (path,) if isinstance(path, (str, os.PathLike)) else tuple(path) if isinstance(path, (list, tuple)) else (path,)
+    paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
     if tier not in TIERS:
         problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, TIERS))}")
     if odd := [role for role in roles if role not in ROLES]:
