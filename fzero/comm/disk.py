@@ -155,7 +155,7 @@ class _Writer:
     def __call__(self, part: torch.Tensor) -> None:
         if part.dtype != self._tensor.dtype or self._at + part.nbytes > self._extent.nbytes:
             self._refuse(f"bytes {self._at} to {self._at + part.nbytes} of {part.dtype}")
-        flat = part.detach().reshape(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)
+        flat = part.detach().contiguous().view(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)
         done = 0
         while done < flat.numel():
             which, used = self._at // self._size % 2, self._at % self._size

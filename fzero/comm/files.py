@@ -166,7 +166,7 @@ class Transfer:
         self._done.wait()
         if self._error is not None:
             error, where = self._error
-            what = f"a {self.operation} of scratch files failed: {getattr(error, 'strerror', None) or error or type(error).__name__}"
+            what = f"a {self.operation} of scratch files failed: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
             raise TierError(message("offload", what, [where], _FIX)) from error
 
     def ended(self, failure: tuple[BaseException, str] | None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ from fzero.errors import FzeroValueError, message
 
 ALIGNMENT = 4096  # bytes: what offsets, sizes and addresses of direct I/O are multiples of, on every disk that is sold
 PIECE = 1 << 22  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
+_HUGE = 1 << 21  # bytes: of a huge page
 
 _NAME = re.compile(r"fzero-\d+-[0-9a-f]{16}")
 _LOCK, _DATA, _PROBE = "fzero.lock", "data", "probe"
@@ -75,12 +77,23 @@ def padded(nbytes: int) -> int:
 def aligned(nbytes: int) -> torch.Tensor:
     """New memory that can be read to and written from directly: `nbytes` of uint8, undefined, at an address that is a multiple of `ALIGNMENT`.
 
+    From 2 MiB on it is asked for in huge pages, and begins at one. A disk is handed memory by runs of physical pages: scattered small ones halved
+    its speed on half of the buffers tried, by chance of what the system had free, and doubled the processor's part on all.
+
+    Memory: `nbytes`, up to a page more.
+
     Example:
         >>> aligned(8192).data_ptr() % ALIGNMENT
         0
     """
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+    if nbytes < _HUGE:
+        memory, boundary = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8), ALIGNMENT
+    else:
+        pages, boundary = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _HUGE
+        with suppress(AttributeError, OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % boundary :][:nbytes]
 
 
 def shares(nbytes: int, num: int) -> list[int]:
