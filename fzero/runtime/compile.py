@@ -118,12 +118,13 @@ class CompiledStep(_Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: none: every rank computes its own shards.
+        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
-            made shard by shard, what cannot be is made whole and cut.
+            made shard by shard, what cannot be is made whole and cut. What rests on disk is written, in two buffers of 16 MiB, before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
@@ -171,11 +172,12 @@ class CompiledStep(_Compiled):
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
                 called with, else what the checkpoint says.
 
-        Communication: none: every rank reads the ranges it needs.
-        Memory: this rank's part of the state.
+        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
             CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
 
