@@ -5,7 +5,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,8 @@ class CompiledStep(_Compiled):
 
         Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
-            made shard by shard, what cannot be is made whole and cut. What rests on disk is written, in two buffers of 16 MiB, before the next leaf is made.
+            made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
+            through two buffers of 16 MiB, before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
@@ -137,7 +138,7 @@ class CompiledStep(_Compiled):
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "init")
 
-        def put(value: torch.Tensor | None, leaf: Leaf) -> torch.Tensor:
+        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
             return resting.put(value, leaf, places, self.mesh)
 
         def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:

@@ -6,7 +6,7 @@ A leaf that rests on the device is the tensor that was made; of every other its 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,37 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
 
 
-def put(value: torch.Tensor | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
-    """The resting tensor of a leaf with this value in it for the first time, None being zeros; the value itself if it rests on the device."""
+def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
+    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the device.
+
+    Args:
+        value: of the leaf as it rests; or, for one off the device, its consecutive parts; or None for zeros.
+    """
     if leaf.layout.tier == "device":
+        assert value is None or isinstance(value, torch.Tensor)
         value = torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device) if value is None else value
         return place(value, leaf, mesh)
-    if value is not None and _bits(value).any():
-        copy(value, places[leaf.path])
+    if isinstance(value, torch.Tensor):
+        if _bits(value).any():
+            copy(value, places[leaf.path])
+    elif value is not None:
+        fill(places[leaf.path], value)
     return places[leaf.path]
+
+
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+    """Makes consecutive parts the value of a tensor of a state."""
+    if extent_of(target) is None:
+        flat, at = target.reshape(-1), 0
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.reshape(-1))
+            at += part.numel()
+            del part  # not alive while the next one is made
+    else:
+        with disk.write_pieces(target) as write:
+            for part in parts:
+                write(part)
+                del part
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -71,10 +94,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     elif extent_of(source) is None:
         target.copy_(source)
     else:
-        flat, at = target.reshape(-1), 0
-        for piece in disk.pieces(source):
-            flat[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
+        fill(target, disk.pieces(source))
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
