@@ -108,7 +108,7 @@ _EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
 def apart(sizes: Sequence[int]) -> list[int]:
-    """Where leaves of these bytes begin that lie one behind the other in host memory or on disk, and where the last one ends: each at a sector, with 68 KiB more
+    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each at a sector, with a gap of 68 KiB
     behind every 16 MiB.
 
     An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart as all parameters take bytes; if
@@ -117,13 +117,14 @@ def apart(sizes: Sequence[int]) -> list[int]:
 
     Example:
         >>> apart([10, 1 << 24, 10])
-        [0, 4096, 16850944, 16855040]
+        [0, 4096, 16850944, 16850954]
     """
-    out, at = [], 0
-    for nbytes in (*sizes, 0):
+    out, at, end = [], 0, 0
+    for nbytes in sizes:
         out.append(at + at // _EVERY * _GAP)
+        end = out[-1] + nbytes
         at += -(-nbytes // SECTOR) * SECTOR
-    return out
+    return [*out, end]
 
 
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:

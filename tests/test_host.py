@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero import layout
 from fzero.comm import host
 from fzero.comm.host import Apart, Streams, Unified, copies, host_pool, host_tensors
 from fzero.errors import TierError
@@ -47,7 +48,7 @@ def test_tensors_lie_one_behind_the_other(mesh):
 @pytest.mark.parametrize(("num", "nbytes"), [(1, 1 << 28), (8, 1 << 25), (64, 1 << 22), (1 << 12, 1 << 16), (3, 1 << 28), (256, 1 << 28)])
 def test_no_leaf_lies_a_multiple_of_2_28_bytes_from_its_moments(num, nbytes):
     """Nor within 64 KiB of one, if the leaf is large enough for that to matter."""
-    offsets, end = host._offsets([nbytes] * num * 3)
+    *offsets, end = layout.apart([nbytes] * num * 3)
     distances = {b - a for a, b in zip(offsets, offsets[num:], strict=False)}
     assert all((1 << 16) <= d % (1 << 28) <= (1 << 28) - (1 << 16) for d in distances)
     assert end <= 3 * num * nbytes * 1.005

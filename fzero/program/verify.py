@@ -164,7 +164,7 @@ class _Checker:
         """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes where it computes."""
         if line.op in ("wait", "loop"):
             return
-        on_host = line.attrs.get("on") == "host" if line.op == "call" else bool(args) and line.op in ("cast", "take_shard") and args[0].tier == "host"
+        on_host = line.attrs.get("on") == "host" if line.op == "call" else bool(args) and line.op in ("cast", "take_shard", "assign") and args[0].tier == "host"
         reads, writes = _FROM_TO.get(line.op, ("host", "host") if on_host else ("device", "device"))
         num = len(line.writes) if line.op in COPIES else 0
         for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):

@@ -166,7 +166,9 @@ class _Rewrite:
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
             how = "disk_write" if to == "disk" else f"to_{to}"
-            if targets:
+            if targets and to == tier:
+                lines.append(Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"))
+            elif targets:
                 handle = self._handle(how)
                 args = (*targets, *(written[t] for t in targets))
                 lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
@@ -206,9 +208,10 @@ class _Rewrite:
         """Values put over leaves: those that rest on the device where they are, the others travel."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
-        away = {t: pairs[t] for t in pairs if t not in here}
         lines = self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
-        return lines + self._store(away, "device")
+        for tier in ("device", "host"):
+            lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
+        return lines
 
     # --- activations ---
 
