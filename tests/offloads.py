@@ -1,4 +1,4 @@
-"""Ways to offload, and a run that two steps can be compared by: bit for bit, since offload changes where things lie and when they move, never what is computed."""
+"""Ways to offload, and runs to compare bit for bit: offload changes where things lie and when they move, never what is computed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ OFFLOADS: dict[str, Callable[[str | Path], Transforms]] = {
     "nvme on device": lambda d: (fz.offload("nvme", BOTH, path=d, update_on="device"),),
     "mix": lambda d: (fz.offload("cpu", ("params", "activations")), fz.offload("nvme", "opt_state", path=d, update_on="host")),
     "other mix": lambda d: (fz.offload("nvme", "params", path=d), fz.offload("cpu", "opt_state", fraction=0.7)),
+}
+
+EXTRAS: dict[str, Any] = {
+    "none": (),
+    "bf16": (fz.mixed_precision("bf16"),),
+    "accumulate": (fz.accumulate(2),),
+    "remat full": (fz.remat("full"),),
+    "bf16, accumulate": (fz.mixed_precision("bf16"), fz.accumulate(2)),
+    "shard": (fz.shard_params(), fz.remat("none")),
 }
 
 

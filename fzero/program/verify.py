@@ -143,7 +143,7 @@ class _Checker:
             if line.out[0].dtype != line.attrs["dtype"] or line.out[0].shape != args[0].shape or not (here == there or summand):
                 self._add(line, f"{args[0]} becomes {line.out[0]}")
         elif line.op == "take_shard":
-            self.aliases[line.out[0].name] = line.args[0]
+            self.aliases[line.out[0].name] = self._root(line.args[0])
             if args[0].placement.kind != "whole" or line.out[0].placement.kind != "shard":
                 self._add(line, f"takes a shard of {args[0]}")
         elif line.op == "accumulate":
