@@ -81,7 +81,7 @@ class _Checker:
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if gathers or not in_place:
                 self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)
-        if line.op not in COLLECTIVES:
+        if line.op not in COLLECTIVES or line.op == "all_gather_start":  # these read where their arguments lie
             spans += [self.places[a] for a in map(self._origin, copied(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
         for guard in self.guards.values():
