@@ -319,6 +319,8 @@ class _Views:
                 self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
             if line.op == "cast":
                 self.alone.add(line.out[0].name)
+            if line.op in ("take_shard", "take_part"):
+                self._of[line.out[0].name] = line.args[0]
             if line.op != "call":
                 continue
             if line.fn not in found:
