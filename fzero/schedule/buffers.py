@@ -12,7 +12,8 @@ Until then the region stays taken. It costs nothing but the distance to the next
 loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
 
-Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait: a block's state that comes from disk is
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as is what a
+gather reads, which may lie in such a region: a block's state that comes from disk is
 updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
 """
 
@@ -98,10 +99,10 @@ class _Placer:
                 for root in self.views.roots(name):
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            if line.op == "wait":  # a copy between tiers reads until it is waited for
+            if line.op == "wait":  # a copy between tiers and a gather read until they are waited for
                 for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
                     self.read[root] = max(self.read.get(root, -1), i)
-            elif line.op in COPIES:
+            elif line.op in COPIES or line.op == "all_gather_start":
                 self.copying[line.out[0].name] = copied(line)
             for value in line.out:
                 self.made[value.name] = i
@@ -325,6 +326,8 @@ class _Views:
                 self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
             if line.op == "cast":
                 self.alone.add(line.out[0].name)
+            if line.op in ("take_shard", "take_part"):
+                self._of[line.out[0].name] = line.args[0]
             if line.op != "call":
                 continue
             if line.fn not in found:
