@@ -54,7 +54,7 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
     """
-    peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend))
+    peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend)[0])
     time = _of(build, lambda program: step_seconds(program, budget.device, budget.backend))
     fits = lambda choice: peak(choice) <= budget.nbytes  # noqa: E731
     if not fits(least):

@@ -38,7 +38,9 @@ def print_program(text: str) -> None:
 def print_device(device: Device) -> None:
     """The rates of a device."""
     rows = [(f"products in {dtype}", f"{rate / 1e9:.4g} GFLOP/s", "") for dtype, rate in device.flops.items()]
-    rows += [("memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s", "read and written together"), ("a call", as_seconds(device.call_seconds), "")]
+    memories = {"memory": device.memory_bandwidth, "host memory": device.host_memory_bandwidth, "disk, mixed": device.disk_mixed}
+    rows += [(name, f"{rate / 1e9:.4g} GB/s", "read and written together") for name, rate in memories.items() if rate]
+    rows.append(("a call", as_seconds(device.call_seconds), ""))
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
     rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
