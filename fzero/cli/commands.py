@@ -19,11 +19,13 @@ from tyro.conf import Positional, arg
 
 from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code
+from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, message
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh
 from fzero.program.show import show
 from fzero.runtime.calibrate import calibrate
+from fzero.runtime.measure import SCRATCH
 from fzero.schedule.calibration import calibration_path
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits, parse_bytes
@@ -122,6 +124,8 @@ class Calibrate:
 
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: in the cache folder)")] = None
     """write them here instead; plans take it as --device FILE"""
+    path: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of temporary files)")] = None
+    """directory whose disk is measured: the one that offload("nvme", path=DIR) is given"""
     seconds: float = 5.0
     """about how long to measure"""
     json: Annotated[bool, _FLAG] = False
@@ -132,7 +136,9 @@ class Calibrate:
             _check_files(out=self.out)
             if self.seconds <= 0:
                 raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
-        device, path = _measured(self.seconds, self.out)
+            if self.path is not None:
+                check(self.path, SCRATCH)
+        device, path = _measured(self.seconds, self.out, self.path)
         if self.json:
             print(device.to_json())
         else:
@@ -141,7 +147,7 @@ class Calibrate:
         return 0
 
 
-def _measured(seconds: float, out: Path | None) -> tuple[Device, Path]:
+def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple[Device, Path]:
     """The rates of this machine, and the file they are in."""
     console = Console(stderr=True)
     with console.status("measuring") if console.is_terminal else contextlib.nullcontext() as status:
@@ -152,7 +158,7 @@ def _measured(seconds: float, out: Path | None) -> tuple[Device, Path]:
             else:
                 status.update(f"measuring: {what}")
 
-        device = calibrate(seconds=seconds, progress=progress, path=out)
+        device = calibrate(seconds=seconds, progress=progress, path=out, directory=directory)
     return device, out or calibration_path(device.machine["device_type"])
 
 
