@@ -13,7 +13,7 @@ import torch
 from models import batches, meta_part
 
 import fzero as fz
-from fzero import layout, optim
+from fzero import errors, layout, optim
 from fzero.program.ir import COPIES, Line, Placement, Program, Value
 from fzero.schedule import cost
 from fzero.schedule.devices import KNOWN, Link
@@ -179,7 +179,7 @@ def test_parts_of_a_step_with_tiers_add_up(device: str) -> None:
 
 
 def test_the_busiest_queue_bounds_the_step() -> None:
-    step = lowered(fz.offload("nvme", path="/scratch"), device="h100")
+    step = lowered(fz.offload("nvme", path="/scratch", update_on="host"), device="h100")
     found = step.plan
     assert found.bound_by == "disk" == next(iter(found.busy)) and list(found.busy.values()) == sorted(found.busy.values(), reverse=True)
     assert found.busy["disk"] == pytest.approx(found.channels["disk"].busy_seconds / found.step_seconds) and found.busy["disk"] <= 1
@@ -212,3 +212,51 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
     samples = memory_of(program, lambda f: large[f.name])
     assert max(s.total for s in samples) < 10**9 <= max(s.host for s in samples)
     assert any(line.op in COPIES for line, _ in program.walk())
+
+
+# --- which side updates ---
+
+
+def side_of(found: fz.Lowered) -> str:
+    return "host" if any(line.op == "call" and line.attrs.get("on") == "host" for line, _ in found.program.walk()) else "device"
+
+
+SLOW_HOST = replace(KNOWN["h100"], host_memory_bandwidth=1e8)
+SLOW_LINK = replace(KNOWN["h100"], host_copy=Link(0.0, 1e7))
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+@pytest.mark.parametrize(("device", "side"), [(SLOW_HOST, "device"), (SLOW_LINK, "host")])
+def test_the_update_runs_on_the_side_that_is_predicted_to_be_faster(device, side, budget) -> None:
+    found = lowered(fz.offload("cpu"), device=device, memory_budget=budget)
+    other = lowered(fz.offload("cpu", update_on="device" if side == "host" else "host"), device=device, memory_budget=budget)
+    assert side_of(found) == side != side_of(other) and found.plan.step_seconds < other.plan.step_seconds
+    (decision,) = (d for d in found.plan.decisions if d.what == "update")
+    assert decision.chosen == f"on the {side}" and "with all of it on the" in decision.why
+    assert not [d for d in other.plan.decisions if d.what == "update"]
+
+
+def test_a_side_that_does_not_fit_is_not_taken() -> None:
+    host, device = (lowered(fz.offload("cpu", update_on=side), device=SLOW_HOST).plan.peak_bytes for side in ("host", "device"))
+    assert host < device
+    found = lowered(fz.offload("cpu"), device=SLOW_HOST, memory_budget=host)
+    assert side_of(found) == "host" and found.plan.peak_bytes <= host
+    assert any(d == ("update", "on the host", "on the device it would not fit") for d in found.plan.decisions)
+
+
+def test_on_one_memory_no_side_is_chosen() -> None:
+    found = lowered(fz.offload("cpu"), mesh=fz.AbstractMesh(data=1), device="cpu")
+    assert not found.plan.decisions and found.choice.update_on == "host"
+
+
+# --- budgets of the host and of the disk ---
+
+
+def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
+    transforms = fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch")
+    need = lowered(*transforms, device="h100").plan
+    for more in ({}, {"memory_budget": need.peak_bytes}):
+        assert lowered(*transforms, device="h100", host_budget=need.host_peak_bytes, disk_budget=need.disk_bytes, **more).plan.disk_bytes == need.disk_bytes
+        with pytest.raises(errors.BudgetError) as caught:
+            lowered(*transforms, device="h100", host_budget=need.host_peak_bytes // 2, disk_budget=need.disk_bytes - 1, **more)
+        assert "of host memory" in str(caught.value) and "on disk, 1 bytes (1 bytes) more than" in str(caught.value) and "there:" not in str(caught.value)

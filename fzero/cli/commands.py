@@ -51,6 +51,10 @@ class _OfTarget:
     """whose rates predict: h100, h200, a100, cpu, or a calibration file"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
+    host_budget: Annotated[str | None, _BUDGET] = None
+    """host memory a rank may use, where the host's is another than the device's"""
+    disk_budget: Annotated[str | None, _BUDGET] = None
+    """disk a rank may use"""
     backend: Literal["inductor", "eager"] = "inductor"
     """that the program is for"""
     json: Annotated[bool, _FLAG] = False
@@ -58,17 +62,18 @@ class _OfTarget:
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.budget is None else parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
+        return _bytes(self.budget)
 
     def lowered(self) -> Lowered:
         """The target lowered for the mesh and the device that predicts."""
         with _usage():
             axes: dict[str, Any] = _axes(self.mesh)
             mesh, budget = AbstractMesh(**axes), self.budget_bytes
+            host, disk = _bytes(self.host_budget), _bytes(self.disk_budget)
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
         step, params, batch = load(self.target)
         with users_code(self.target):
-            return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend)
+            return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,10 @@ def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple
 
 
 # --- flags ---
+
+
+def _bytes(size: str | None) -> int | None:
+    return None if size is None else parse_bytes(int(size) if size.isdecimal() else size)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,14 @@ from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tabl
 
 def print_plan(lowered: Lowered, plan: Plan) -> None:
     """The plan, and under a budget what it leaves."""
-    if lowered.budget is None:
-        return _print(tables(plan))
-    size, spare = as_bytes(lowered.budget.nbytes), as_bytes(lowered.budget.nbytes - plan.peak_bytes)
-    return _print(tables(plan), f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
+    needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
+    limits = lowered.budget.limits if lowered.budget else (None, None, None)
+    fits = [
+        f"fits {as_bytes(limit)}{where}: {as_bytes(need)} at the peak, {as_bytes(limit - need)} to spare"
+        for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
+        if limit is not None
+    ]
+    return _print(tables(plan), "\n".join(fits))
 
 
 def print_program(text: str) -> None:
@@ -50,9 +54,12 @@ def print_device(device: Device) -> None:
 
 def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:
     """Under a budget what was chosen for it."""
-    if lowered.budget is None:
+    budget = lowered.budget
+    if budget is None or budget.limits == (None, None, None):
         return {}
-    return {"budget": {"bytes": lowered.budget.nbytes, "fits": plan.peak_bytes <= lowered.budget.nbytes, **dataclasses.asdict(lowered.choice)}}
+    fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
+    limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
+    return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}
 
 
 def program_data(program: Program) -> dict[str, Any]:
