@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
-from fzero.budget import Budget, Choice, choose, decided, unmet
+from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
@@ -49,7 +49,7 @@ class Lowered:
     opt_state: Inputs | None
     batch: Inputs
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
-    budget: Budget | None = None
+    budget: Budget | None = None  # with nothing but rates where there is none
     choice: Choice = field(default_factory=Choice)  # what the budget chose
     device: Device | None = None  # that `plan` is for, and its backend
     backend: str = "inductor"
@@ -74,6 +74,8 @@ def lower(
     batch: Any,
     *,
     memory_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
     device: Device | str | None = None,
     backend: str = "inductor",
 ) -> Lowered:
@@ -86,6 +88,8 @@ def lower(
         batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
             most two blocks' parameters whole.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files. What they are is
+            `Plan.host_peak_bytes` and `disk_bytes`.
         device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
             is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.
@@ -114,7 +118,8 @@ def lower(
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         axes: dict[str, Any] = mesh.axes
         mesh = AbstractMesh(device_type=kind, **axes)
-    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
+    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    budget = Budget(nbytes, rates, backend, host, disk)
     return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
 
 
@@ -128,10 +133,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute_dtype)
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero))
         program = check(verify(finished(program, Order())))
-        lowered = Lowered(program, params, None, batch, structure, budget)
-        if budget is not None and (found := lowered.plan_on(budget.device, budget.backend)).peak_bytes > budget.nbytes:
-            raise unmet(found, budget.nbytes)
-        return lowered
+        return _fitting(Lowered(program, params, None, batch, structure, budget))
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -173,14 +175,28 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
     variants = Variants(base, zero, num_micro, shapes)
-    least = Choice(0.0 if policy == "auto" and budget else policy)
+    least = Choice(0.0 if policy == "auto" and budget is not None and budget.nbytes is not None else policy)
     if budget is None:
         return Lowered(variants.verified(least), params, opt_state, batch, structure)
-    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1)
+    if budget.nbytes is None:
+        choice = choose_side(variants, least, budget, variants.sides)
+        return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
+    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1, sides=variants.sides)
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
-        raise unmet(found, budget.nbytes, _advice(step, mesh, params, batch, budget, found.peak_bytes))
+        more = found.peak_bytes > budget.nbytes
+        raise unmet(found, budget, _advice(step, mesh, params, batch, budget, found.peak_bytes) if more else ())
     return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
+
+
+def _fitting(lowered: Lowered) -> Lowered:
+    """Raises if a program that leaves nothing open is over its budgets."""
+    budget = lowered.budget
+    if budget is not None and budget.limits != (None, None, None):
+        found = lowered.plan_on(budget.device, budget.backend)
+        if budget.over((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
+            raise unmet(found, budget)
+    return lowered
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:

@@ -48,9 +48,9 @@ from fzero.transforms.offload import paths_of
 class _Compiled:
     """What training and evaluation share: lowering once per kind of batch, and the last program that ran."""
 
-    def __init__(self, step: Any, mesh: Mesh, backend: str, memory_budget: int | None):
+    def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
-        self.step, self.mesh, self.backend, self.memory_budget = step, mesh, backend, memory_budget
+        self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
         self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -82,6 +82,14 @@ class _Compiled:
         self._lowered = lowered
         return lowered, run
 
+    def _rates(self) -> Budget | None:
+        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
+        if self._budget is None and (self.limits != (None, None, None) or offloads(self.step)):
+            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            nbytes, host, disk = self.limits
+            self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
+        return self._budget
+
     def _on_device(self, batch: Any, flat: list[torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of a batch where the program reads them."""
         if any(x.is_meta for x in flat):
@@ -91,10 +99,7 @@ class _Compiled:
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         """The program, and how to make it executable once all ranks agree on it."""
-        if self.memory_budget is not None and self._budget is None:  # the ranks of several hosts plan with the rates of the first
-            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
-            self._budget = Budget(self.memory_budget, Device.from_json(device), self.backend)
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._budget)
+        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
 
         def finish() -> Callable[..., Any]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
@@ -107,8 +112,8 @@ class _Compiled:
 class CompiledStep(_Compiled):
     """A training step on a mesh. Made by `compile`."""
 
-    def __init__(self, step: Step, mesh: Mesh, backend: str, memory_budget: int | None):
-        super().__init__(step, mesh, backend, memory_budget)
+    def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+        super().__init__(step, mesh, backend, limits)
         self._params: Inputs | None = None
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
@@ -157,10 +162,15 @@ class CompiledStep(_Compiled):
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
         self._of = None  # the state before this one may go
         leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
-        near = {"device", "host"} if self.mesh.unified_memory else {"device"}
-        rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in near)
-        if self.memory_budget is not None and rests > self.memory_budget:
-            problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
+        tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+        if self.mesh.unified_memory:
+            tiers[:2] = [({"device", "host"}, ""), (set(), "")]
+        problems = []
+        for (names, where), limit in zip(tiers, self.limits, strict=True):
+            rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in names)
+            if limit is not None and rests > limit:
+                problems.append(f"the state takes {rests:,} bytes{where} on each rank, {rests - limit:,} more than {limit:,}")
+        if problems:
             fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
             raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
         places = resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
@@ -306,8 +316,8 @@ class CompiledStep(_Compiled):
 class CompiledEval(_Compiled):
     """A forward-only step on a mesh. Made by `compile`."""
 
-    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, memory_budget: int | None):
-        super().__init__(step, mesh, backend, memory_budget)
+    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+        super().__init__(step, mesh, backend, limits)
         self._inputs_of: tuple[Any, Inputs, Any] | None = None
 
     def __call__(self, params: Any, *batch: Any) -> Any:
@@ -346,7 +356,15 @@ class CompiledEval(_Compiled):
         return found
 
 
-def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | None = None, backend: str = "inductor") -> Any:
+def compile(
+    step: Step | EvalStep,
+    mesh: Mesh,
+    *,
+    memory_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    backend: str = "inductor",
+) -> Any:
     """A step on a mesh, ready to run.
 
     Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles
@@ -357,6 +375,7 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | Non
         mesh: from `make_mesh`.
         memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is predicted to be fastest runs. By
             default the one that keeps at most two blocks' parameters whole, which is the one that needs least.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program operation by operation.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
@@ -380,8 +399,8 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | Non
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
-    nbytes = None if memory_budget is None else parse_bytes(memory_budget)
-    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend, nbytes)  # type: ignore[arg-type]
+    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend, (nbytes, host, disk))  # type: ignore[arg-type]
 
 
 def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
