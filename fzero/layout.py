@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.mesh import AbstractMesh, Mesh
 
 TIERS = ("device", "host", "disk")
@@ -46,6 +47,18 @@ class Extent:
     files: Storage
     offset: int
     nbytes: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Extent:
+        fix = "save a checkpoint and restore it twice, or bring the state to memory first: fz.move(state, 'cpu')"
+        raise FzeroTypeError(message("offload", "a leaf on disk cannot be copied: its bytes lie in one place", fix=fix))
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a step keeps a leaf that was moved (runtime/move.py): its tier, and its place on disk, which it keeps while it is away."""
+
+    tier: str
+    extent: Extent | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +132,28 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     return out
 
 
-def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None) -> torch.Tensor:
+def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None, home: Home | None = None) -> torch.Tensor:
     """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it rests, with its extent."""
     tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
     if extent is not None:
         tensor._fzero_extent = extent  # type: ignore[attr-defined]
+    if home is not None:
+        tensor._fzero_home = home  # type: ignore[attr-defined]
     return tensor
+
+
+def leave(tensor: torch.Tensor) -> None:
+    """Marks a tensor whose leaf is another tensor now, and lets go of its memory and its place on disk."""
+    known = leaf_of(tensor)
+    assert known is not None
+    tensor._fzero = _Left(known[0])  # type: ignore[attr-defined]
+    tensor._fzero_extent = tensor._fzero_home = None  # type: ignore[attr-defined]
+    if not tensor.is_meta:
+        tensor.set_()  # type: ignore[call-overload]
+
+
+class _Left(NamedTuple):
+    leaf: Leaf
 
 
 def extent_of(tensor: Any) -> Extent | None:
@@ -133,8 +162,22 @@ def extent_of(tensor: Any) -> Extent | None:
 
 
 def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
-    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor."""
-    return getattr(tensor, "_fzero", None)
+    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor.
+
+    Raises:
+        FzeroValueError: the leaf has left this tensor: it was moved.
+    """
+    known = getattr(tensor, "_fzero", None)
+    if isinstance(known, _Left):
+        raise FzeroValueError(message("move", f"{known.leaf.path} is not here any more, it was moved", fix="go on with the state that fz.move returned"))
+    return known
+
+
+def home_of(tensor: torch.Tensor) -> Home:
+    """Where the step that made a placed tensor keeps it: where it is, if it was not moved."""
+    known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
+    assert known is not None
+    return home or Home(known[0].layout.tier, extent_of(tensor))
 
 
 def ties(flat: list[Any]) -> list[int]:

@@ -8,7 +8,6 @@ most optimizers, no value is had; and what is made of zeros is not made at all, 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +88,7 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
-    return made.target is aten.zeros.default or (made.target is aten.full.default and made.args[1] == 0 and math.copysign(1.0, made.args[1]) > 0)
+    return made.target is aten.zeros.default or (made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False"))  # not -0.0
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

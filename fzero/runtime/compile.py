@@ -16,7 +16,7 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
+from fzero.layout import Layout, Leaf, home_of, leaf_of, place, shard, ties
 from fzero.lower import (
     Lowered,
     abstract,
@@ -109,7 +109,7 @@ class CompiledStep(_Compiled):
     def __init__(self, step: Step, mesh: Mesh, backend: str, memory_budget: int | None):
         super().__init__(step, mesh, backend, memory_budget)
         self._params: Inputs | None = None
-        self._of: tuple[Any, Any] | None = None  # the trees of the state that was checked last; self._params describes the first
+        self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
@@ -118,12 +118,13 @@ class CompiledStep(_Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: none: every rank computes its own shards.
+        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
-            made shard by shard, what cannot be is made whole and cut.
+            made shard by shard, what cannot be is made whole and cut. What rests on disk is written, in two buffers of 16 MiB, before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
@@ -152,6 +153,7 @@ class CompiledStep(_Compiled):
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
+        self._of = None  # the state before this one may go
         leaves = resting.travelling(params, opt_state)
         near = {"device", "host"} if self.mesh.unified_memory else {"device"}
         rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in near)
@@ -159,7 +161,8 @@ class CompiledStep(_Compiled):
             problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
             fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
             raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
-        return resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
+        places = resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
+        return {leaf.path: x for leaf, x in zip(leaves, places, strict=True) if x is not None}
 
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
@@ -169,11 +172,12 @@ class CompiledStep(_Compiled):
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
                 called with, else what the checkpoint says.
 
-        Communication: none: every rank reads the ranges it needs.
-        Memory: this rank's part of the state.
+        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
             CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
 
@@ -247,10 +251,14 @@ class CompiledStep(_Compiled):
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
             wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected))
             if wrong:
-                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, "make it with this step's init or restore"))
+                away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
+                fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
+                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
             if self._params is None or (self._params.leaves, self._params.ties, self._params.structure) != (found.leaves, found.ties, found.structure):
                 self._params = found
-            self._of = (state.params, state.opt_state)
+            self._of = (state.params, state.opt_state, _first(state.params, state.opt_state))
+        for x in self._of[2]:
+            leaf_of(x)  # raises if the state was moved since
         assert self._params is not None
         return self._params
 
@@ -271,7 +279,7 @@ class CompiledStep(_Compiled):
         step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
         key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
         state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
-        self._params, self._of = params, (state.params, state.opt_state)
+        self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
         return state
 
 
@@ -280,7 +288,7 @@ class CompiledEval(_Compiled):
 
     def __init__(self, step: EvalStep, mesh: Mesh, backend: str, memory_budget: int | None):
         super().__init__(step, mesh, backend, memory_budget)
-        self._inputs_of: tuple[Any, Inputs] | None = None
+        self._inputs_of: tuple[Any, Inputs, Any] | None = None
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The outputs of `fn(params, *batch)`.
@@ -290,7 +298,9 @@ class CompiledEval(_Compiled):
             *batch: this rank's part of every argument.
         """
         if self._inputs_of is None or self._inputs_of[0] is not params:
-            self._inputs_of = (params, self._expect(params))
+            self._inputs_of = (params, self._expect(params), _first(params))
+        for x in self._inputs_of[2]:
+            leaf_of(x)  # raises if they were moved since
         inputs = self._inputs_of[1]
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat)
@@ -362,6 +372,11 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
         known = leaf_of(x)
         leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def _first(*trees: Any) -> list[torch.Tensor]:
+    """The first leaf of each tree that has any: a tree is moved as a whole."""
+    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
 
 
 def _differences(found: Inputs, expected: Inputs) -> list[str]:

@@ -6,7 +6,8 @@ A leaf that rests on the device is the tensor that was made; of every other its 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,8 +32,8 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
     return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
 
 
-def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], owner: str) -> dict[str, torch.Tensor]:
-    """Places, all zeros, for those of the leaves that do not rest on the device: in one allocation and one set of files, in their order.
+def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
+    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of files, in their order.
 
     Every rank calls it; if it fails on one rank it fails on all.
 
@@ -43,15 +44,15 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], own
         TierError: not enough host memory.
     """
     on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
-    out: dict[str, torch.Tensor] = {}
+    places: dict[str, Iterator[torch.Tensor]] = {}
     if on_disk:
         nbytes, local = sum(layout.span(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
-        out.update((leaf.path, x) for leaf, x in zip(on_disk, agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)), strict=True))
+        places["disk"] = iter(agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
         made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
-        out.update((leaf.path, place(x, leaf, mesh)) for leaf, x in zip(on_host, made, strict=True))
-    return out
+        places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
+    return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
 
 
 def put(value: torch.Tensor | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
@@ -60,16 +61,21 @@ def put(value: torch.Tensor | None, leaf: Leaf, places: Places, mesh: Mesh) -> t
         value = torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device) if value is None else value
         return place(value, leaf, mesh)
     if value is not None and _bits(value).any():
-        store(value, places[leaf.path])
+        copy(value, places[leaf.path])
     return places[leaf.path]
 
 
-def store(value: torch.Tensor, resting: torch.Tensor) -> None:
-    """Makes a value on any device that of a tensor of a state."""
-    if extent_of(resting) is None:
-        resting.copy_(value)
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is on disk."""
+    if extent_of(target) is not None:
+        disk.store(source.detach(), target)
+    elif extent_of(source) is None:
+        target.copy_(source)
     else:
-        disk.store(value, resting)
+        flat, at = target.reshape(-1), 0
+        for piece in disk.pieces(source):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:

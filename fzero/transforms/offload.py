@@ -49,7 +49,7 @@ class Offload(Transform):
 
     def __str__(self) -> str:
         """The tier, the roles, and what is not as by default."""
-        shown = [f"{self.tier!r}", repr(self.of if len(self.of) > 1 else self.of[0])]
+        shown = [f"{self.tier!r}", repr(self.of) if len(self.of) > 1 else repr(*self.of)]
         for f in fields(self)[2:]:
             if (value := getattr(self, f.name)) != f.default:
                 value = value[0] if f.name == "path" and len(value) == 1 else value
@@ -59,7 +59,7 @@ class Offload(Transform):
 
 def offload(
     step: Any = None,
-    tier: str | None = None,
+    tier: str | Sequence[str] | None = None,
     of: str | Sequence[str] | None = None,
     *,
     path: Path | Sequence[Path] | None = None,
@@ -111,8 +111,8 @@ def offload(
         step, tier, of = None, step, tier if tier is not None else of
     tier, of = "cpu" if tier is None else tier, "opt_state" if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
-    paths = () if path is None else (path,) if isinstance(path, (str, os.PathLike)) else tuple(path) if isinstance(path, (list, tuple)) else (path,)
-    if tier not in TIERS:
+    paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
+    if not isinstance(tier, str) or tier not in TIERS:
         problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, TIERS))}")
     if odd := [role for role in roles if role not in ROLES]:
         problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
@@ -138,7 +138,7 @@ def offload(
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
         raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
-    return applied(Offload(tier, ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
+    return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
 
 
 def tiers_of(
