@@ -119,11 +119,12 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way: the tensors that it fills, those that it reads, and what waits for it."""
+    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at its begin and end."""
 
     filled: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
     done: Callable[[], None]
+    span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def wait(self) -> Sequence[torch.Tensor]:
         """The tensors, filled: for what the host or the device, whichever they are on, does next."""
@@ -251,17 +252,17 @@ class Streams:
         self._reading: list[torch.cuda.Event] = []  # of copies to the device that were waited for and may not be done
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
-        filled, done = self._start(self._to_host, sources, into)
-        return Copy(filled, sources, done.synchronize)
+        filled, begin, done = self._start(self._to_host, sources, into)
+        return Copy(filled, sources, done.synchronize, (begin, done))
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
-        filled, done = self._start(self._to_device, sources, into)
+        filled, begin, done = self._start(self._to_device, sources, into)
 
         def wait() -> None:
             torch.cuda.current_stream(self._device).wait_event(done)
             self._reading = [e for e in (*self._reading, done) if not e.query()]
 
-        return Copy(filled, sources, wait)
+        return Copy(filled, sources, wait, (begin, done))
 
     def settle(self) -> None:
         for done in self._reading:
@@ -270,15 +271,17 @@ class Streams:
 
     def _start(
         self, stream: torch.cuda.Stream, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None
-    ) -> tuple[Sequence[torch.Tensor], torch.cuda.Event]:
+    ) -> tuple[Sequence[torch.Tensor], torch.cuda.Event, torch.cuda.Event]:
         assert into is not None, "two memories"
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
         with torch.cuda.stream(stream):
             for source, target in _moves(sources, into):
                 target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
+        done = torch.cuda.Event(enable_timing=True, blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
         done.record(stream)
-        return into, done
+        return into, begin, done
 
 
 def _moves(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

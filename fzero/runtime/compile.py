@@ -213,7 +213,8 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for.
+            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
+            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
@@ -221,7 +222,8 @@ class CompiledStep(_Compiled):
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
-        return state, tree.unflatten(lowered.structure, outputs)
+        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
