@@ -30,7 +30,7 @@ from fzero.layout import leaf_of
 from fzero.schedule.plan import parse_bytes
 
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
-TOOLS = 250_000_000  # bytes that torch's tracer and compiler take of a process, as measured; the rest is in the plan
+TOOLS = 300_000_000  # bytes that torch's tracer and compiler take of a process, as measured; the rest is in the plan
 HEAD = 64  # features of an attention head
 
 # --- The model: as large as it is asked to be, as wide as the memory allows ---
@@ -43,7 +43,7 @@ def layers_for(num_params: float, width: int) -> int:
 
 def training(args: argparse.Namespace, width: int) -> tuple[Any, Callable[..., Any]]:
     """The step of a model of a width, and the function that makes its parameters. There is no clipping: it takes all gradients at once to know their norm."""
-    schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
+    schedule = optim.warmup_cosine(args.lr, args.steps // 4, args.steps, init=args.lr / 10, end=args.lr / 10)
     adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
 
     def init(key):
@@ -175,7 +175,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
     p.add_argument("--batch", **WHOLE, default=8, help="sequences a step, over all processes")
     p.add_argument("--steps", **WHOLE, default=20)
-    p.add_argument("--lr", type=float, default=3e-4)
+    p.add_argument("--lr", type=float, default=2e-4)
     p.add_argument("--seed", **WHOLE, default=0)
     p.add_argument("--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room")
     p.add_argument("--threads", **WHOLE, help="of each process")

@@ -30,7 +30,7 @@ from fzero.lower import (
     recorded,
     zero_of,
 )
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -149,6 +149,8 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
+        if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
         return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
