@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from fzero.mesh import Mesh
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, and the values it makes, if they are not told to lie elsewhere."""
+    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, and its begin and end, where they are events."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
+    span: tuple[Any, Any] | None = None
 
     def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.done()
@@ -44,10 +46,12 @@ class Tiers:
         self._failed: TierError | None = None
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_host_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_host_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_device_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_device_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
         self._copies.settle()

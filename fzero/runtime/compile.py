@@ -31,7 +31,7 @@ from fzero.lower import (
     recorded,
     zero_of,
 )
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -156,7 +156,10 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        state = self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
+        return state
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
@@ -226,7 +229,8 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for.
+            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
+            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
@@ -234,7 +238,8 @@ class CompiledStep(_Compiled):
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
-        return state, tree.unflatten(lowered.structure, outputs)
+        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
