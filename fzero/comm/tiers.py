@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fzero.comm.disk import aligned
 from fzero.comm.host import copies
 from fzero.errors import TierError, message
-from fzero.layout import SECTOR, Extent, extent_of
+from fzero.layout import SECTOR, Extent, extent_of, padded
 from fzero.mesh import Mesh
 
 
@@ -115,17 +115,17 @@ def _extent(tensor: torch.Tensor) -> Extent:
 
 def _sectors(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a value, to the end of the last sector."""
-    begin, num = x.storage_offset() * x.element_size(), -(-x.nbytes // SECTOR) * SECTOR
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), begin, (num,))
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(x.untyped_storage(), x.storage_offset() * x.element_size(), (padded(x.nbytes),), (1,))  # type: ignore[call-overload]
 
 
 def _lies_well(x: torch.Tensor) -> bool:
     """Whether a value can be written from where it lies."""
     begin = x.storage_offset() * x.element_size()
-    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + -(-x.nbytes // SECTOR) * SECTOR <= x.untyped_storage().nbytes()
+    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    out = aligned(-(-x.nbytes // SECTOR) * SECTOR)
+    out = aligned(padded(x.nbytes))
     out[: x.nbytes].view(x.dtype).copy_(x.reshape(-1))
     return out
