@@ -159,6 +159,7 @@ class CompiledStep(_Compiled):
             problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
             fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
             raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+        self._of = None  # a state that nobody else holds any more makes room for the new one
         return resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
 
     def restore(self, path: str | Path, params: Any = None) -> State:
