@@ -8,9 +8,11 @@ A memory budget looks at many of them (fzero/budget.py). Only the one that is ta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fzero.budget import Choice
+from fzero.layout import Leaf
 from fzero.program.early import early
 from fzero.program.ir import Program
 from fzero.program.names import apart
@@ -49,6 +51,16 @@ class Variants:
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
         self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
+
+    def resting(self, leaves: Mapping[str, Leaf], transforms: tuple[Any, ...]) -> Variants:
+        """Those of the same step under other transforms by which its leaves rest on other tiers."""
+        out = Variants(replace(self._base, leaves=leaves, transforms=transforms), self._zero, self._num_micro, self._batch)
+        out._blocks = self._blocks
+        return out
+
+    @property
+    def base(self) -> Program:
+        return self._base
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
