@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -14,19 +15,22 @@ from models import batches, meta_part
 
 import fzero as fz
 from fzero import errors, layout, optim
+from fzero.layout import Layout, Leaf
 from fzero.program.ir import COPIES, Line, Placement, Program, Value
+from fzero.program.show import source
 from fzero.schedule import cost
 from fzero.schedule.devices import KNOWN, Link
 from fzero.schedule.plan import plan
 from fzero.schedule.timeline import COMPUTE, simulate
+from fzero.transforms.offload import Offload, tiers_of
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
 
 
-def lowered(*transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 3, **kwargs: Any) -> fz.Lowered:
+def lowered(*transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, **kwargs: Any) -> fz.Lowered:
     step = fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
-    init = functools.partial(models.gpt_init, layers=layers)
+    init = functools.partial(models.gpt_init, layers=layers, width=width)
     return fz.lower(fz.compose(*transforms)(step), mesh, init, meta_part(batches(1)[0], mesh.size), **kwargs)
 
 
@@ -260,3 +264,136 @@ def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
         with pytest.raises(errors.BudgetError) as caught:
             lowered(*transforms, device="h100", host_budget=need.host_peak_bytes // 2, disk_budget=need.disk_bytes - 1, **more)
         assert "of host memory" in str(caught.value) and "on disk, 1 bytes (1 bytes) more than" in str(caught.value) and "there:" not in str(caught.value)
+
+
+# --- auto ---
+
+
+def off(found: fz.Lowered) -> list[str]:
+    return [str(t) for t in found.program.transforms if isinstance(t, Offload)]
+
+
+@functools.cache
+def plain_peak() -> int:
+    return lowered(device="h100").plan.peak_bytes
+
+
+def auto(share: float, path: str | None = None, **kwargs: Any) -> fz.Lowered:
+    return lowered(fz.offload("auto", path=path), device="h100", memory_budget=int(share * plain_peak()), **kwargs)
+
+
+def test_what_fits_is_left_where_it_is() -> None:
+    found = auto(1.0)
+    assert not off(found) and source(found.program) == source(lowered(device="h100").program)
+    assert found.plan.decisions[0] == ("offload", "nothing", "the step fits as it is")
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_auto_comes_to_a_step_that_one_could_have_written(share) -> None:
+    found = auto(share)
+    assert off(found) and found.plan.peak_bytes <= share * plain_peak()
+    decision = found.plan.decisions[0]
+    assert decision.what == "offload" and "on the host" in decision.chosen and "predicted, the fastest that fits; " in decision.why
+    again = lowered(
+        *(t for t in found.program.transforms if isinstance(t, Offload)), device="h100", memory_budget=int(share * plain_peak())
+    )  # no two for one role here
+    assert source(again.program) == source(found.program) and again.plan.step_seconds == found.plan.step_seconds
+
+
+def test_of_what_fits_auto_takes_the_fastest() -> None:
+    """Of leaves that are large enough for their bytes to matter, not the number of transfers."""
+    make = functools.partial(lowered, device="h100", width=512)
+    budget = int(0.8 * make().plan.peak_bytes)
+    found, both, compared = make(fz.offload("auto", path="/scratch"), memory_budget=budget), ("opt_state", "params"), 0
+    for other in (fz.offload("cpu"), fz.offload("cpu", both), fz.offload("nvme", path="/scratch"), fz.offload("nvme", both, path="/scratch")):
+        with contextlib.suppress(errors.BudgetError):
+            assert found.plan.step_seconds <= make(other, memory_budget=budget).plan.step_seconds * 1.001, str(other)
+            compared += 1
+    assert compared
+
+
+def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all() -> None:
+    make = functools.partial(lowered, device="h100", width=64, layers=12)
+    step, budget = fz.offload("auto", "opt_state", path="/scratch"), int(0.85 * make().plan.peak_bytes)
+    whole = make(step, memory_budget=budget)
+    assert whole.plan.disk_bytes == 0 < whole.plan.host_resting_bytes
+    room = int(0.85 * whole.plan.host_peak_bytes)
+    split = make(step, memory_budget=budget, host_budget=room)
+    assert split.plan.disk_bytes > 0 < split.plan.host_resting_bytes and split.plan.host_peak_bytes <= room and split.plan.peak_bytes <= budget
+    assert "opt_state on the host and" in split.plan.decisions[0].chosen and split.plan.step_seconds > whole.plan.step_seconds
+
+
+def test_the_second_of_two_records_takes_its_share_of_the_rest() -> None:
+    params = [Leaf(f"params[{i}]", "params", (100,), Layout(F32)) for i in range(8)]
+    tiers = tiers_of([Offload("cpu", ("opt_state",), fraction=0.5), Offload("nvme", ("opt_state",), ("/scratch",), fraction=0.5)], params)
+    assert [state for _, state in tiers].count("host") == 4 and [state for _, state in tiers].count("disk") == 2
+
+
+def test_only_the_named_roles_are_moved() -> None:
+    found = lowered(fz.offload("auto", "opt_state"), device="h100", memory_budget=int(0.85 * plain_peak()))
+    assert all(t.of == ("opt_state",) for t in found.program.transforms if isinstance(t, Offload)) and off(found)
+
+
+def test_on_one_memory_auto_goes_to_disk_alone() -> None:
+    mesh = fz.AbstractMesh(data=1)
+    budget = int(0.8 * lowered(mesh=mesh, device="cpu").plan.peak_bytes)
+    found = lowered(fz.offload("auto", path="/scratch"), mesh=mesh, device="cpu", memory_budget=budget)
+    assert found.plan.peak_bytes <= budget and found.plan.disk_bytes > 0 and all("'nvme'" in text for text in off(found))
+    with pytest.raises(errors.BudgetError) as caught:
+        lowered(fz.offload("auto"), mesh=mesh, device="cpu", memory_budget=budget)
+    assert 'fz.offload("auto", path=DIR)' in str(caught.value)
+
+
+def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None:
+    with pytest.raises(errors.BudgetError) as caught:
+        auto(0.05, "/scratch", host_budget=1000, disk_budget=2000)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith("Fix: raise a budget")
+    assert any("bytes of 1,000" in line and "bytes of 2,000" in line and "device " in line for line in lines)
+
+
+def test_auto_needs_budgets_a_path_and_a_batch() -> None:
+    with pytest.raises(errors.FzeroValueError, match="memory_budget: what may stay"):
+        lowered(fz.offload("auto"), device="h100")
+    with pytest.raises(errors.FzeroValueError, match="disk_budget=7 bytes, and no path"):
+        lowered(fz.offload("auto"), device="h100", memory_budget=1, disk_budget=7)
+    step = fz.offload(fz.train_step(models.gpt_loss, optim.sgd(0.1)), "auto")
+    with pytest.raises(errors.FzeroValueError, match="batch: where the state rests is decided before"):
+        fz.compile(step, fz.make_mesh(data=1), memory_budget="1GB")
+    with pytest.raises(errors.FzeroValueError, match="'auto' chooses it"):
+        fz.offload("auto", fraction=0.5)
+    for other in (fz.offload("cpu", "params"), fz.offload("auto", "params")):
+        with pytest.raises(errors.TransformError):
+            fz.compose(fz.offload("auto", ("opt_state", "params")), other)(fz.train_step(models.gpt_loss, optim.sgd(0.1)))
+    fz.compose(fz.offload("auto", "opt_state"), fz.offload("cpu", "params"))(fz.train_step(models.gpt_loss, optim.sgd(0.1)))
+
+
+def trained(step: fz.Step, mesh: fz.Mesh, path: Any = None, **kwargs: Any) -> tuple[Any, list[float]]:
+    train = fz.compile(step, mesh, backend="eager", **kwargs)
+    state, losses = train.init(models.gpt_init), []
+    for batch in batches(3):
+        state, metrics = train(state, batch)
+        losses.append(float(metrics["loss"]))
+    if path is not None:
+        fz.checkpoint.save(path, state)
+    return train, losses
+
+
+def test_auto_trains_as_the_plain_step_and_restores(tmp_path) -> None:
+    mesh, scratch = fz.make_mesh(data=1, unified_memory=False), tmp_path / "scratch"
+    scratch.mkdir()
+    step = fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+    plain, losses = trained(step, mesh)
+    asked, example = fz.offload("auto", path=scratch)(step), fz.tree.map(lambda x: x.to("meta"), batches(1)[0])
+    limits = {"memory_budget": int(0.8 * plain.plan.peak_bytes), "host_budget": plain.plan.peak_bytes // 4, "batch": example}
+    train, found = trained(asked, mesh, tmp_path / "saved", **limits)
+    assert found == losses
+    assert train.plan.peak_bytes <= limits["memory_budget"] and train.plan.host_peak_bytes <= limits["host_budget"]
+    assert train.plan.decisions[0].what == "offload" and not any(t.tier == "auto" for t in train.step.transforms if isinstance(t, Offload))
+    again = fz.compile(asked, mesh, backend="eager", **limits)
+    state, metrics = again(again.restore(tmp_path / "saved"), batches(4)[3])
+    assert again.step == train.step and int(state.step) == 4 and torch.isfinite(metrics["loss"])
+    evaluate = fz.compile(fz.compose(*train.step.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
+    assert torch.isfinite(evaluate(state.params, batches(1)[0]))
+    with pytest.raises(errors.TransformError, match=r"train\.step\.transforms"):
+        fz.compile(fz.offload("auto")(fz.eval_step(models.gpt_loss)), mesh, backend="eager")(state.params, batches(1)[0])
