@@ -30,7 +30,7 @@ from fzero.layout import leaf_of
 from fzero.schedule.plan import parse_bytes
 
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
-TOOLS = 300_000_000  # bytes that torch's tracer and compiler take of a process, as measured; the rest is in the plan
+TOOLS = 300_000_000  # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in the plan
 HEAD = 64  # features of an attention head
 
 # --- The model: as large as it is asked to be, as wide as the memory allows ---
@@ -83,8 +83,11 @@ def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., A
 # --- The machine ---
 
 
-def resident(which: str = "VmRSS") -> int:
-    """Bytes of this process in memory: now, or with "VmHWM" at the most so far."""
+def resident(device: torch.device, most: bool = False) -> int:
+    """Bytes of this process in memory, on a GPU in the GPU's: now, or at the most so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
+    which = "VmHWM" if most else "VmRSS"
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
 
 
@@ -133,10 +136,10 @@ def tiers(state: fz.State, memory: int) -> Callable[[dict[str, Any]], Table]:
 
 
 def run(args: argparse.Namespace) -> None:
-    empty = resident()
     if args.threads:
         torch.set_num_threads(args.threads)
     mesh = fz.make_mesh()  # all processes along one axis, `data`
+    empty = resident(mesh.device)
     step, init, lowered = sized(args, mesh)
     if args.print_program:
         say(str(lowered.program))
@@ -156,20 +159,20 @@ def run(args: argparse.Namespace) -> None:
             state, metrics = train(state, batch)
             done, loss = index + 1, float(metrics["loss"])  # float() waits for the step
             seconds = time.perf_counter() - clock
-            rates = {"tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "resident_bytes": resident() - empty}
+            rates = {"tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "resident_bytes": resident(mesh.device) - empty}
             report({"step": done, "loss": loss, **rates, **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")}})
             INTERRUPT["stepped"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
             if args.out and (stop or done == args.steps):
                 fz.checkpoint.save(args.out, state, keep=1, meta=vars(args))
             if stop and done < args.steps:
                 raise KeyboardInterrupt(f"stopped at step {done}{'; continue with --resume' if args.out else ''}")
-    peak = resident("VmHWM") - empty
+    peak = resident(mesh.device, most=True) - empty
     say(f"at the most {gb(peak)} were resident over the empty process, {'within' if peak <= args.memory else 'MORE THAN'} the {gb(args.memory)} allowed")
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--memory", type=amount, default="2GB", help="that each process may take over an empty one: 2GB (10^9), 1.5GiB (2^30)")
+    p.add_argument("--memory", type=amount, default="2GB", help="that each process may take over an empty one, on a GPU of its: 2GB (10^9), 1.5GiB (2^30)")
     p.add_argument("--params", type=number, metavar="N", help="500M, 1.5B; by default as many that their state is three times --memory")
     p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
