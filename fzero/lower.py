@@ -175,7 +175,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     least = Choice(0.0 if policy == "auto" and budget else policy)
     if budget is None:
         return Lowered(variants.verified(least), params, opt_state, batch, structure)
-    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1)
+    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1 and not (record_ and record_.vertical))
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
         raise unmet(found, budget.nbytes, _advice(step, mesh, params, batch, budget, found.peak_bytes))
