@@ -21,6 +21,8 @@ from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.mesh import AbstractMesh, Mesh
 
 TIERS = ("device", "host", "disk")
+COMPUTE = "extras['compute']"
+"""The path of what a model computes with, where its parameters are masters that rest off the device."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Leaf:
             return 0, self.numel
         size, index = self.shard_numel(mesh), mesh.index(self.layout.axes)
         return min(size * index, self.numel), min(size * (index + 1), self.numel)
+
+    @property
+    def master(self) -> str:
+        """The path of the parameter that a copy to compute with is of; of any other leaf its own."""
+        return f"params{self.path.removeprefix(COMPUTE)}" if self.path.startswith(COMPUTE) else self.path
 
     def with_layout(self, **changes: Any) -> Leaf:
         return replace(self, layout=replace(self.layout, **changes))

@@ -19,7 +19,7 @@ import torch
 from fzero import compat, tree
 from fzero.budget import Budget, Choice, choose, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import Layout, Leaf, ties
+from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
@@ -33,7 +33,7 @@ from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
 from fzero.schedule.plan import Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
-from fzero.transforms import accumulate, remat, shard, spread
+from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision, mixed_precision
@@ -122,10 +122,10 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     """As `lower`, from leaf tables."""
     precision = find(step.transforms, MixedPrecision) or MixedPrecision("fp32")
     cast = find(step.transforms, MixedPrecision) is not None
-    compute = precision.compute_dtype if cast else lambda leaf: leaf.dtype
+    compute_dtype = precision.compute_dtype if cast else lambda leaf: leaf.dtype
     zero = zero_of(step, mesh)
     if isinstance(step, EvalStep):
-        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute)
+        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute_dtype)
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero))
         program = check(verify(finished(program, Order())))
         lowered = Lowered(program, params, None, batch, structure, budget)
@@ -163,12 +163,13 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
                 batch=micro,
                 extras=extra_leaves(),
                 mesh=mesh,
-                compute_dtype=compute,
+                compute_dtype=compute_dtype,
                 reduce_dtype=precision.reduce_dtype if cast else lambda leaf: leaf.dtype,
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
+    base = verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
     variants = Variants(base, zero, num_micro, shapes)
@@ -234,7 +235,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
-    return Inputs(structure, tuple(leaf.with_layout(tier=tier) for leaf, (tier, _) in zip(leaves, tiers, strict=True)), tuple(tied))
+    return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
@@ -254,8 +255,23 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
             axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
-            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored][1])
+            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+
+
+def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
+    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their masters are."""
+    precision = find(step.transforms, MixedPrecision)
+    if precision is None or isinstance(step, EvalStep):
+        return {}
+    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero_of(step, mesh).casts)
+    out = {}
+    for i in params.distinct:
+        master, dtype = params.leaves[i], precision.compute_dtype(params.leaves[i])
+        if master.layout.tier != "device" and dtype != master.dtype:
+            path = f"{COMPUTE}{master.path.removeprefix('params')}"
+            out[i] = replace(master, path=path, role="compute").with_layout(dtype=dtype, tier=tiers[i].copy)
+    return out
 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:

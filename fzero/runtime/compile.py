@@ -16,12 +16,13 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import Layout, Leaf, home_of, leaf_of, place, shard, ties
+from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
 from fzero.lower import (
     Lowered,
     abstract,
     abstract_params,
     batch_inputs,
+    compute_leaves,
     extra_leaves,
     lower_inputs,
     offloads,
@@ -150,12 +151,12 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
+        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
         self._of = None  # the state before this one may go
-        leaves = resting.travelling(params, opt_state)
+        leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
         near = {"device", "host"} if self.mesh.unified_memory else {"device"}
         rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in near)
         if self.memory_budget is not None and rests > self.memory_budget:
@@ -193,11 +194,12 @@ class CompiledStep(_Compiled):
         meta = _abstract_state(inputs, opt_inputs)
         names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
         checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
-        read = checkpoint.read(path, names, self.mesh, into=self._places(inputs, opt_inputs, "restore"))
+        places = self._places(inputs, opt_inputs, "restore")
+        read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
-        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], {})
+        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], places, "restore")
 
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
@@ -250,7 +252,7 @@ class CompiledStep(_Compiled):
             check_params(state.params)
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected))
+            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._copies(state, expected)
             if wrong:
                 away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
                 fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
@@ -263,6 +265,16 @@ class CompiledStep(_Compiled):
         assert self._params is not None
         return self._params
 
+    def _copies(self, state: State, params: Inputs) -> list[str]:
+        """How the copies to compute with differ from those that this step expects."""
+        copies = compute_leaves(self.step, self.mesh, params)
+        found = placed_inputs(state.extras.get("compute"), self.mesh, COMPUTE).leaves
+        here = {x.path: x for x in found}
+        pairs = [(here.get(leaf.path), leaf) for leaf in copies.values()]
+        return [
+            f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout
+        ]
+
     def _state(
         self,
         params: Inputs,
@@ -271,7 +283,8 @@ class CompiledStep(_Compiled):
         opt: dict[int, torch.Tensor],
         step: torch.Tensor,
         key: torch.Tensor,
-        extras: dict[str, Any],
+        places: dict[str, torch.Tensor],
+        owner: str,
     ) -> State:
         leaves = extra_leaves()
         for inputs, values in ((params, made), (opt_state, opt)):
@@ -279,6 +292,12 @@ class CompiledStep(_Compiled):
                 place(x, inputs.leaves[i], self.mesh)
         step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
         key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
+        copies = compute_leaves(self.step, self.mesh, params)
+
+        def cast() -> dict[int, torch.Tensor]:
+            return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
+
+        extras = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
         state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
         self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
         return state

@@ -11,6 +11,7 @@ from fzero.comm.collectives import gather
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.runtime.resting import load
+from fzero.step import lasting
 
 
 def whole(state: Any, mesh: Mesh) -> Any:
@@ -27,4 +28,4 @@ def whole(state: Any, mesh: Mesh) -> Any:
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 
-    return tree.map(read, state)
+    return tree.map(read, lasting(state))

@@ -58,11 +58,12 @@ def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places:
     """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the device.
 
     Args:
-        value: of the leaf as it rests; or, for one off the device, its consecutive parts; or None for zeros.
+        value: of the leaf as it rests; or its consecutive parts; or None for zeros.
     """
     if leaf.layout.tier == "device":
-        assert value is None or isinstance(value, torch.Tensor)
-        value = torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device) if value is None else value
+        if not isinstance(value, torch.Tensor):
+            parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)
+            fill(value, parts or ())
         return place(value, leaf, mesh)
     if isinstance(value, torch.Tensor):
         if _bits(value).any():
@@ -95,6 +96,11 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
     else:
         fill(target, disk.pieces(source))
+
+
+def cast(resting: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Iterator[torch.Tensor]:
+    """The value of a tensor of a state in another dtype; of one on disk in parts."""
+    return resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -140,6 +140,8 @@ class _Placer:
                 self._reduce(i, line)
             elif line.op in COPIES and not line.writes and not stays(line, self.mesh):
                 self._fetch(i, line)
+            elif line.op == "buffer":
+                self._leaves(i, line.out)
         if self.mesh.device_type == "cpu":
             for i, (line, _) in enumerate(self.lines):
                 if line.op in ("call", "cast") and not line.writes:
@@ -261,17 +263,22 @@ class _Placer:
         """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
         wait = self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        region = self._region(outs[0].tier)
-        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
-        self.into[number], self.into[wait] = list(slots), list(slots)
-        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
-        region.times.append((number, max(self._last(v.name) for v in outs)))
+        self._leaves(number, outs)
+        self.into[wait] = list(self.into[number])
         for name in line.args:
             maker = self.made.get(name)
             if maker is not None and self.lines[maker][0].op == "cast" and maker not in self.into:
                 source = self._region(self.values[name].tier)
                 self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self._last(name)))
+
+    def _leaves(self, number: int, outs: Sequence[Value]) -> None:
+        """A region for values that come from a tier, or are to go to one."""
+        region = self._region(outs[0].tier)
+        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
+        self.into[number] = list(slots)
+        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
+        region.times.append((number, max(self._last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:
         """What a function returns and later lines read, but for what is small, a view, or handed to the user."""

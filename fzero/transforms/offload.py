@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -141,10 +141,18 @@ def offload(
     return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
 
 
+class Tiers(NamedTuple):
+    """Where a parameter rests, its optimizer state, and the copy that is computed with, if it is a master: each one of `layout.TIERS`."""
+
+    param: str
+    opt_state: str
+    copy: str
+
+
 def tiers_of(
     records: Sequence[Offload], params: Sequence[Leaf], ties: Sequence[int] | None = None, casts: Callable[[Leaf], bool] = lambda leaf: False
-) -> list[tuple[str, str]]:
-    """Of each parameter the tier it rests on and that of its optimizer state, each one of `layout.TIERS`.
+) -> list[Tiers]:
+    """Of each parameter the tier it rests on, and those of what goes with it.
 
     Args:
         records: those of a step.
@@ -162,7 +170,8 @@ def tiers_of(
     out = []
     for t in ties:
         state = by_role["opt_state"].get(t, "device")
-        out.append((by_role["params"].get(t, state if casts(params[t]) else "device"), state))
+        param = by_role["params"].get(t, "device")
+        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param))
     return out
 
 

@@ -39,6 +39,7 @@ class _Rewrite:
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
         self.update_on = next((r.update_on for r in records if r.update_on != "auto"), "host")
+        self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
@@ -64,20 +65,26 @@ class _Rewrite:
             return [replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
             return self._cast(line)
-        if line.op == "take_shard" and self._tier(source) != "device":
-            return self._on("host", line)
+        if line.op == "take_shard":
+            self.parts.add(line.out[0].name)
+            return self._on("device" if self._tier(source) == "device" else "host", line)
         if line.op == "assign":
             return self._assign(line)
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
             self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
-            off = any("device" not in self._at(a) for a in line.args)
-            return self._on("host" if off and self.update_on == "host" else "device", line)
+            return self._on(self._side(line), line)
         lines = self._on("device", line)
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
             num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
             self.recent = [*self.recent, self._read_by(lines)][-num:]
         return [*lines, *self._rest(line)]
+
+    def _side(self, line: Line) -> str:
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device."""
+        state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
+        off = sum(n for a, n in state.items() if "device" not in self._at(a))
+        return "host" if off and self.update_on == "host" and 2 * off >= sum(state.values()) else "device"
 
     # --- where values lie ---
 
@@ -123,7 +130,9 @@ class _Rewrite:
             for a in scalars:
                 self.lies[a] = {**self._at(a), tier: names[a]}
         absent = [a for a in absent if a not in scalars]
-        given = {a: self.resting[a] for a in absent if a in self.resting}
+        given = self._buffers(line, absent, tier, lines)
+        absent = [a for a in absent if a not in given]
+        given |= {a: self.resting[a] for a in absent if a in self.resting}
         given |= {a: self._at(a)["host"] for a in absent if a not in given and "host" in self._at(a) and a not in self.casts}
         given |= {a: self._at(a)["device"] for a in absent if a not in given and "device" in self._at(a) and a not in self.casts}
         sources = {a: self.casts[a].args[0] if a in self.casts else a for a in absent}
@@ -143,6 +152,19 @@ class _Rewrite:
         found = {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}
         self.shared = self.shared if repeats(line) else found or self.shared
         return {**shared, **found}, lines + more
+
+    def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
+        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed with."""
+        unified = self.program.mesh.unified_memory
+        names = [a for a in absent if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)]
+        if not names:
+            return {}
+        out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
+        lines.append(self._made(Line("buffer", (), out, attrs={"leaves": tuple(names), "on": tier}, by="offload")))
+        return dict(zip(names, (v.name for v in out), strict=True))
+
+    def _role(self, name: str) -> str:
+        return self.program.leaves[name].role if name in self.program.leaves else ""
 
     def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
         """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait."""
