@@ -145,7 +145,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     if budget.nbytes is None:
         choice = choose_side(variants, least, budget, variants.sides)
         return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
-    choice = choose(variants, least, budget, auto=auto, loops=traced.num_micro > 1, sides=variants.sides)
+    choice = choose(variants, least, budget, auto=auto, loops=traced.loops, sides=variants.sides)
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
         more = found.peak_bytes > budget.nbytes
@@ -160,7 +160,7 @@ class _Traced:
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
-    num_micro: int
+    loops: bool
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
@@ -204,7 +204,8 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     base = verify(_with_copies(base, step, mesh, params))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
-    return _Traced(Variants(base, zero, num_micro, shapes), opt_state, structure, num_micro)
+    loops = num_micro > 1 and not (record_ and record_.vertical)
+    return _Traced(Variants(base, zero, num_micro, shapes), opt_state, structure, loops)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:

@@ -40,9 +40,10 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
     out, found = [len(lines) - 1] * len(lines), len(lines) - 1
     for i in reversed(range(len(lines))):
         out[i] = found
-        if lines[i].attrs.get("backward"):
+        micro, count = lines[i].attrs.get("micro", (0, 1))
+        if lines[i].attrs.get("backward") and micro == count - 1:
             found = i
-            while found + 1 < len(lines) and lines[found + 1].op in ("cast", *COLLECTIVES):
+            while found + 1 < len(lines) and lines[found + 1].op in ("cast", "add", *COLLECTIVES):
                 found += 1
     return out
 
@@ -100,6 +101,8 @@ def _shares(line: Line, which: int, shared: dict[int, int]) -> Sequence[str]:
     """The argument that a result may share memory with."""
     if line.op in ("take_shard", "take_part"):
         return line.args[:1]
+    if line.op == "add":
+        return (line.args[which],)
     return (line.args[shared[which]],) if which in shared else ()
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fzero.program.ir import TRANSFERS, Line, Program, copied, transfer_bytes
+from fzero.program.ir import TRANSFERS, Line, Program, copied, repeats, transfer_bytes
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
@@ -109,13 +109,16 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case "take_shard":
             code = f"take_shard({args}, axis={axis!r})"
         case "take_part":
-            code = f"take_part({args}, micro, {line.attrs['count']})"
+            code = f"take_part({args}, {_micro(line)})"
         case "part_index":
-            code = f"part_index(micro, {line.attrs['count']})" if "count" in line.attrs else "part_index()"
+            code = f"part_index({_micro(line)})"
         case "num_valid":
             code = f"num_valid({line.attrs['numel']}, axis={axis!r})"
         case "accumulate":
             code = f"accumulate({out[0]}, {args}{into})"
+        case "add":
+            code = f"add([{', '.join(line.args[: len(out)])}], [{', '.join(line.args[len(out) :])}])"
+            return Printed(depth, code, (f"{out[0]},",) if len(out) == 1 else out, types, "in place")
         case "assign":
             targets, sources = line.args[: len(line.writes)], line.args[len(line.writes) :]
             return Printed(depth, f"assign([{', '.join(targets)}], [{', '.join(sources)}])", remark="in place")
@@ -124,9 +127,20 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
     return Printed(depth, code, out, types)
 
 
+def _micro(line: Line) -> str:
+    """Which of how many micro-batches a line is for, as its arguments: in a loop by the loop's variable."""
+    if "micro" in line.attrs:
+        return ", ".join(map(str, line.attrs["micro"]))
+    return f"micro, {line.attrs['count']}" if "count" in line.attrs else ""
+
+
 def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
-    """A statement a line, and a `del` where a name is read for the last time."""
+    """A statement a line, and a `del` where a name is read for the last time; one of its own for what the lines of several micro-batches read."""
     out: list[Printed] = []
+    readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
+    for line in lines:
+        for name in line.args if "micro" in line.attrs else ():
+            readers.setdefault(name, set()).add(line.attrs["micro"][0])
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
         if line.op == "loop":
             totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
@@ -135,26 +149,32 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
             out += _flat(line.body, program, depth + 1)
         else:
             out.append(_statement(line, program, depth))
-        if dead:
-            out.append(Printed(depth, f"del {', '.join(dead)}"))
+        shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(line) else []
+        for names in ([n for n in dead if n not in shared], shared):
+            if names:
+                out.append(Printed(depth, f"del {', '.join(names)}"))
     return out
 
 
 def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
     """For each line the names made by these lines that nothing after it reads: what the program lets go of there."""
     last: dict[str, int] = {}
-    for i, line in enumerate(lines):
-        for name in (*line.args, *(v.name for v in line.out), *_inner_reads(line)):
-            last[name] = i
+    named = list(_named(lines))
+    for i, names in enumerate(named):
+        last.update((name, i) for name in names)
     made = {v.name for line in lines for v in line.out} | {
         v.name for line in lines if line.op == "loop" for x in line.body if x.op == "accumulate" for v in x.out
     }
     keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
-    out: list[list[str]] = []
-    for i, line in enumerate(lines):
-        names = dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line)))
-        out.append([n for n in names if last[n] == i and n in made and n not in keep])
-    return out
+    return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
+
+
+def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
+    """The names that each line makes or reads, and with what is added to totals those that it was made of: all micro-batches let go at the same place."""
+    read: tuple[str, ...] = ()
+    for line in lines:
+        read = line.args if line.op == "call" and "micro" in line.attrs else read
+        yield list(dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if line.op == "add" else ()))))
 
 
 def _inner_reads(line: Line) -> list[str]:
@@ -228,8 +248,8 @@ def _header(program: Program) -> list[str]:
 _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")  # not one that ends a word: `norm1` is a name, `float32` a dtype
 
 
-def _fold(lines: list[Printed]) -> list[Printed]:
-    """Runs of statements that repeat with evenly moving numbers, as loops."""
+def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
+    """Runs of statements that repeat with evenly moving numbers, as loops over the first of `indices`; and such runs within them over the next."""
     templates = [_NUMBER.sub("#", _all(p)) for p in lines]
     numbers = [[int(x) for x in _NUMBER.findall(_all(p))] for p in lines]
     out: list[Printed] = []
@@ -246,10 +266,10 @@ def _fold(lines: list[Printed]) -> list[Printed]:
             out.append(lines[i])
             i += 1
             continue
-        out.append(Printed(lines[i].depth, f"for i in range({count}):"))
-        for k in range(period):
-            here, there = numbers[i + k], numbers[i + k + period]
-            out.append(_indexed(lines[i + k], [b - a for a, b in zip(here, there, strict=True)]))
+        out.append(Printed(lines[i].depth, f"for {indices[0]} in range({count}):"))
+        steps = [[b - a for a, b in zip(numbers[i + k], numbers[i + k + period], strict=True)] for k in range(period)]
+        body = [_indexed(lines[i + k], steps[k], indices[0]) for k in range(period)]
+        out += _fold(body, indices[1:]) if indices[1:] else body
         i += period * count
     return out
 
@@ -276,8 +296,8 @@ def _repeats(templates: list[str], numbers: list[list[int]], start: int, period:
     return count
 
 
-def _indexed(p: Printed, steps: list[int]) -> Printed:
-    """A statement of the loop: moving numbers become expressions of `i`, in brackets where they are part of a name."""
+def _indexed(p: Printed, steps: list[int], variable: str) -> Printed:
+    """A statement of the loop: moving numbers become expressions of its variable, in brackets where they are part of a name."""
     moving = iter(steps)
     next(moving)  # the depth
 
@@ -286,7 +306,7 @@ def _indexed(p: Printed, steps: list[int]) -> Printed:
             step, number = next(moving), int(match.group())
             if not step:
                 return match.group()
-            index = "i" if abs(step) == 1 else f"{abs(step)} * i"
+            index = variable if abs(step) == 1 else f"{abs(step)} * {variable}"
             return f"{{{number} - {index}}}" if step < 0 else f"{{{index} + {number}}}" if number else f"{{{index}}}"
 
         marked = _NUMBER.sub(expression, text)

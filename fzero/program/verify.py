@@ -154,6 +154,13 @@ class _Checker:
         elif line.op == "accumulate":
             if line.out[0].shape != args[0].shape or line.out[0].placement != args[0].placement:
                 self._add(line, f"{args[0]} accumulates to {line.out[0]}")
+        elif line.op == "add":
+            num = len(line.out)
+            if len(args) != 2 * num:
+                self._add(line, f"adds {len(args) - num} values to {num} totals")
+            self._pairs(line, args[:num], args[num:], "added")
+            self._pairs(line, line.out, args[num:], "added")
+            self.overwritten |= {*line.args[:num]}
         elif line.op == "assign":
             num = len(line.writes)
             if len(args) != 2 * num:

@@ -53,6 +53,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "part_index": functools.partial(_part_index, mesh, batch_axes),
         "num_valid": functools.partial(_num_valid, mesh.device, part_of),
         "accumulate": _accumulate,
+        "add": _add,
         "assign": _assign,
     }
     exec(compile(text, filename, "exec"), namespace)
@@ -163,3 +164,8 @@ def _assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor]) -> torch.Tensor:
     """The running sum over micro-batches, in its place in the pool."""
     return into[0].copy_(part) if total is None else total.add_(part)
+
+
+def _add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Totals, each with a part added where it lies."""
+    return [total.add_(part) for total, part in zip(totals, parts, strict=True)]

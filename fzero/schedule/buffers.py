@@ -109,6 +109,7 @@ class _Placer:
         self.values = program.values_by_name
         self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
+        self.adds = {a: v.name for line, _ in self.lines if line.op == "add" for a, v in zip(line.args, line.out, strict=False)}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in COLLECTIVES]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
@@ -129,6 +130,8 @@ class _Placer:
         for i, (line, span) in enumerate(self.lines):
             if line.op == "accumulate":
                 self._total(i, line.out[0], span)
+            elif line.op == "add":
+                self._sum(i, line)
         for i, (line, _) in enumerate(self.lines):
             if line.op == "all_gather_start":
                 self._gather(i, line)
@@ -180,6 +183,35 @@ class _Placer:
         assert span is not None
         region.times.append((span[0], self._last(value.name)))
         self.into[number] = [self.slots[value.name]]
+
+    def _sum(self, number: int, line: Line) -> None:
+        """Totals that are added to where they lie: each from where it is made to its last reader, padded like those of a loop. What is added lies in the pool
+        too, as long as it must: one function makes the one and the other."""
+        num, parts = len(line.out), self._region()
+        for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
+            slot = self.slots.get(total)
+            if slot is None:
+                region = self._region()
+                padding = self.mesh.axis_size(axes) if (axes := self.scattered.get(self._summed(value.name), ())) else 1
+                slot = region.add(-(-_numel(value.held(self.mesh)) // padding) * padding, value)
+                region.times.append((self._make(total, slot), self._last(total)))
+            self.slots[value.name] = self.slots[total] = slot
+            parts.written(self._make(part, parts.add(_numel(value.held(self.mesh)), value)))
+        assert parts.first is not None
+        parts.times.append((parts.first, number))
+
+    def _make(self, name: str, slot: _Slot) -> int:
+        """Lets the function, or the cast, that makes a value write it to its place. Returns the number of that line."""
+        maker = self.made[name]
+        line = self.lines[maker][0]
+        self.into.setdefault(maker, [None] * len(line.out))[[v.name for v in line.out].index(name)] = slot
+        return maker
+
+    def _summed(self, total: str) -> str:
+        """The last total that a total becomes."""
+        while total in self.adds:
+            total = self.adds[total]
+        return total
 
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
@@ -324,6 +356,8 @@ class _Views:
             if line.op == "wait" and line.args[0] in started:
                 self._of.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
                 self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
+            if line.op == "add":
+                self._of.update((v.name, total) for v, total in zip(line.out, line.args, strict=False))
             if line.op == "cast":
                 self.alone.add(line.out[0].name)
             if line.op in ("take_shard", "take_part"):

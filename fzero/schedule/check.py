@@ -61,6 +61,10 @@ class _Checker:
                 self.same.update((v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True))
             elif line.op in ("take_shard", "take_part"):
                 self.same[line.out[0].name] = self._origin(line.args[0])
+            elif line.op == "add":
+                for value, total in zip(line.out, map(self._origin, line.args), strict=False):
+                    self.same[value.name] = total
+                    self._write(line, total, self.places[total])
             elif line.op in TRANSFERS:
                 self._start(line)
             elif line.op == "wait":
@@ -79,7 +83,7 @@ class _Checker:
         spans = [self._span(p) for p in line.into if p is not None]
         gathers, num = line.op not in COLLECTIVES - {"all_gather_start"}, len(line.args)
         for k, span in enumerate(spans):
-            mine = self.places.get(line.args[k]) if k < num else None
+            mine = self.places.get(self._origin(line.args[k])) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if gathers or not in_place:
                 self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)

@@ -177,6 +177,8 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
             return (local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)) / device.memory_bandwidth
         case "accumulate":
             return 3 * local_bytes(line.out[0], mesh) / device.memory_bandwidth
+        case "add":
+            return sum(3 * local_bytes(v, mesh) for v in line.out) / device.memory_bandwidth
         case "assign":
             return sum(local_bytes(values[a], mesh) for a in line.args) / device.memory_bandwidth
         case "take_shard":  # a view where the leaf divides, else a padded copy

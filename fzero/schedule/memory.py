@@ -162,6 +162,9 @@ class _Memory:
                     yield value.name, (storage,)
             case "accumulate" if line.out[0].name in self.names:
                 pass
+            case "add":
+                for value, total in zip(line.out, line.args, strict=False):
+                    yield value.name, self.names[total]
             case "take_part":
                 yield line.out[0].name, self.names[line.args[0]]
             case "take_shard" if self.values[line.args[0]].numel % self.program.mesh.axis_size(line.attrs["axes"]) == 0:

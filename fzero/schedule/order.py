@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, transfer_bytes
+from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, repeats, transfer_bytes
 
 _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
@@ -150,11 +150,14 @@ _CARRIED = {"cast", "wait", *COPIES}
 def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) -> list[Line]:
     """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
 
-    Code between blocks that reads gathered parameters is a block too, here, and so is an update.
+    Code between blocks that reads gathered parameters is a block too, here, and so is an update. A block's repetitions for more micro-batches count with
+    it, but for a transfer that is for one of them alone.
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
     fetched = {v.name for x in lines if x.op == "wait" and x.args[0] in fetches for v in x.out}
-    blocks = {id(x) for x in lines if _is_block(x) or (x.op == "call" and (x.writes or not fetched.isdisjoint(x.args)))}
+    calls = {id(x) for x in lines if _is_block(x) or (x.op == "call" and (x.writes or not fetched.isdisjoint(x.args)))}
+    blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
+    alone = _for_repetitions(lines)
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
     out: list[Line] = []
@@ -179,6 +182,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
     for line in lines:
         if line.op in kinds and not line.writes:
             carried, needed, written = upstream(line)
+            counted = calls if line.out[0].name in alone else blocks
             left = passed + 1 if written else min(ahead, passed)  # blocks that it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
@@ -188,7 +192,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
                     along.append(last)
                 else:
                     after.append(last)
-                    left -= id(last) in blocks
+                    left -= id(last) in counted
             out += [*reversed(along), line, *reversed(after)]
         else:
             out.append(line)
@@ -197,6 +201,16 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
         for name in line.writes:
             writers.setdefault(name, []).append(line)
     return out
+
+
+def _for_repetitions(lines: Sequence[Line]) -> set[str]:
+    """Transfers whose results a line that repeats another reads first."""
+    started = {x.args[0]: x.out for x in lines if x.op == "wait"}
+    first: dict[str, Line] = {}
+    for line in lines:
+        for a in line.args:
+            first.setdefault(a, line)
+    return {handle for handle, out in started.items() if any(v.name in first and repeats(first[v.name]) for v in out)}
 
 
 def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
@@ -214,7 +228,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         if line.op == "wait":
             held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
-        passes = _is_block(line) or bool(line.writes and line.op == "call")
+        passes = (_is_block(line) and not repeats(line)) or bool(line.writes and line.op == "call")
         due = [w for w, left in held if _reads(line, w) or (left == 0 and passes and w.args[0] in reduced)]
         out += due
         held = [(w, left - (passes and w.args[0] in reduced)) for w, left in held if w not in due]

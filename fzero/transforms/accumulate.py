@@ -1,41 +1,51 @@
 """accumulate: the batch in several micro-batches, the optimizer once. Acts on the program.
 
-The lines of loss and gradients become the body of a loop over micro-batches; sums and gradients are added up in it, in the
-dtype they are reduced in, and the update reads the totals.
+The lines of loss and gradients become the body of a loop over micro-batches, or, vertically, each of them is repeated for every micro-batch before the next.
+Sums and gradients are added up in the dtype they are reduced in, in the order of the micro-batches, and the update reads the totals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.base import Transform, applied, find
 
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
     num_micro_batches: int = 1
+    vertical: bool = False
     order: ClassVar[int] = 30
     name: ClassVar[str] = "accumulate"
 
+    def __str__(self) -> str:
+        return f"accumulate(num_micro_batches={self.num_micro_batches}{', vertical=True' if self.vertical else ''})"
 
-def accumulate(step: Any = None, num_micro_batches: int = 1) -> Any:
+
+def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool = False) -> Any:
     """Cuts each rank's batch into `num_micro_batches` along dim 0 and runs them one after the other.
 
     Equal to the untransformed step up to the order of summation: a mean is the mean over the whole batch, a `weighted` loss is
-    divided by the whole count, and draws with the step's key are those of the whole batch.
+    divided by the whole count, and draws with the step's key are those of the whole batch. `vertical` changes when a line runs and
+    not what it computes: on one process the same bits.
 
     Args:
         step: a step, or the number when called without one: `accumulate(4)`.
         num_micro_batches: at least 1; must divide dim 0 of every batch leaf. 0-dim batch leaves go to each micro-batch whole.
+        vertical: all micro-batches pass through a block before the next block begins. Its parameters are gathered, and fetched from the host or from
+            disk, once for all of them: what `offload("cpu", "params")` wants, and `shard_params` over slow links.
 
     Communication: with whole gradients (`data_parallel`, `shard_opt_state`) they are reduced once a step; with `shard_grads` and
-        `shard_params` once a micro-batch, so that no whole gradient outlives its block.
-    Memory: activations of one micro-batch; the accumulated gradients, sharded or whole.
+        `shard_params` once a micro-batch, so that no whole gradient outlives its block. Vertically once a step whatever the stage, as the last
+        micro-batch leaves the block, and parameters travel as often as without `accumulate`.
+    Memory: activations of one micro-batch; the accumulated gradients, sharded or whole. Vertically: what passes between blocks and what they keep for their
+        backward of all micro-batches, as without `accumulate` (`remat("full")` keeps only the former), and inside a block that of one; two blocks' whole
+        gradients, the sum and one micro-batch's, and those of a parameter that several blocks read, from each of them, of all micro-batches.
 
     Raises:
         FzeroValueError: a number below 1; when the program is built, a batch that it does not divide.
@@ -44,7 +54,9 @@ def accumulate(step: Any = None, num_micro_batches: int = 1) -> Any:
         step, num_micro_batches = None, step
     if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
         raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix="give a whole number of at least 1"))
-    return applied(Accumulate(num_micro_batches), step)
+    if not isinstance(vertical, bool):
+        raise FzeroValueError(message("accumulate", f"vertical={vertical!r} is neither True nor False", fix="e.g. fz.accumulate(4, vertical=True)"))
+    return applied(Accumulate(num_micro_batches, vertical), step)
 
 
 def micro_shape(path: str, shape: tuple[int, ...], num: int, problems: list[str]) -> tuple[int, ...]:
@@ -57,9 +69,20 @@ def micro_shape(path: str, shape: tuple[int, ...], num: int, problems: list[str]
 
 
 def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
-    """Wraps the lines of loss and gradients in a loop. `batch`: the whole shape of each batch input on this rank."""
+    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: the whole shape of each batch input on this rank."""
     if num == 1:
         return program
+    record = find(program.transforms, Accumulate)
+    lines, totals = _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
+    update = next(line for line in program.lines if line.op == "update")
+    grads = {leaf: totals[name] for leaf, name in update.attrs["grads"].items()}
+    update = replace(update.rename(totals), attrs={**update.attrs, "grads": grads, "sums": tuple(totals[s] for s in update.attrs["sums"])})
+    inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
+    return replace(program, inputs=inputs, lines=(*lines, update))
+
+
+def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
+    """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its total."""
     update = next(line for line in program.lines if line.op == "update")
     before = [line for line in program.lines if line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"]]
     inside = [line for line in program.lines if line is not update and line not in before]
@@ -75,10 +98,7 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
         body.append(Line("accumulate", (name,), (Value(totals[name], value.shape, value.dtype),), by="accumulate"))
     body = [replace(line, attrs={**line.attrs, "count": num}) if line.op == "part_index" else line for line in body]
     loop = Line("loop", attrs={"count": num}, body=tuple(_early(body)), by="accumulate")
-    grads = {leaf: totals[name] for leaf, name in update.attrs["grads"].items()}
-    update = replace(update.rename(totals), attrs={**update.attrs, "grads": grads, "sums": tuple(totals[s] for s in update.attrs["sums"])})
-    inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
-    return replace(program, inputs=inputs, lines=(*before, loop, update))
+    return [*before, loop], totals
 
 
 def _early(lines: list[Line]) -> list[Line]:
@@ -90,3 +110,67 @@ def _early(lines: list[Line]) -> list[Line]:
             out.append(line)
             out.extend(adds[v.name] for v in line.out if v.name in adds)
     return out
+
+
+def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
+    """As `_looped`, without a loop: each line once a micro-batch before the next line.
+
+    What depends on neither the batch nor the micro-batch's number is made once. The first micro-batch's sums and gradients become the totals: as soon as
+    another's are made they are added to them in place. `micro` among a line's attributes: the micro-batch it is for, and how many there are.
+    """
+    names, values = Names(program.values()), program.values()
+    lines, summands = _alone(program, names)
+    new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
+    out: list[Line] = []
+    for whole in (whole for whole, shape in batch.items() if shape):
+        for m in range(num):
+            new[m][whole] = names(f"{whole}_micro_{m}")
+            out.append(Line("take_part", (whole,), (replace(values[whole], name=new[m][whole]),), attrs={"micro": (m, num)}, by="accumulate"))
+    for unit in _units(lines, summands):
+        made = [v for line in unit for v in line.out]
+        adds = [v for v in made if v.name in summands]
+        if not adds and not any(line.op == "part_index" or not new[0].keys().isdisjoint(line.args) for line in unit):
+            out += unit
+            continue
+        for m in range(num):
+            for v in made:
+                new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
+            for line in unit:
+                renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
+                out.append(replace(line.rename(new[m]), out=renamed, attrs={**line.attrs, "micro": (m, num)}))
+            if adds and m:
+                parts = tuple(new[k][v.name] for k in (0, m) for v in adds)
+                totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in adds)
+                out.append(Line("add", parts, totals, attrs={"micro": (m, num)}, by="accumulate"))
+                new[0].update((v.name, total.name) for v, total in zip(adds, totals, strict=True))
+    return out, {name: new[0][summand] for summand, name in summands.items()}
+
+
+def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
+    """The lines of loss and gradients, and what they make that is added up, by what it is to the update: of what other lines read too, a copy, as totals
+    are overwritten."""
+    update = next(line for line in program.lines if line.op == "update")
+    lines = [line for line in program.lines if line is not update]
+    read = {a for line in lines for a in line.args}
+    summands = {name: name for name in (*update.attrs["sums"], *update.attrs["grads"].values())}
+    out: list[Line] = []
+    for line in lines:
+        out.append(line)
+        for v in (v for v in line.out if v.name in summands and v.name in read):
+            copy = replace(v, name=names(f"{v.name}_copy"))
+            out.append(Line("cast", (v.name,), (copy,), attrs={"dtype": v.dtype}, by="accumulate"))
+            summands[copy.name] = summands.pop(v.name)
+    return out, summands
+
+
+def _units(lines: Sequence[Line], summands: Mapping[str, str]) -> Iterator[list[Line]]:
+    """What is repeated together: a line, and right after it the casts of its results to what is added up."""
+    casts: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.op == "cast" and line.out[0].name in summands:
+            casts.setdefault(line.args[0], []).append(line)
+    done: set[int] = set()
+    for line in (line for line in lines if id(line) not in done):
+        unit = [line, *(cast for v in line.out for cast in casts.get(v.name, ()))]
+        done.update(map(id, unit))
+        yield unit

@@ -15,7 +15,7 @@ import torch
 
 from fzero.layout import Leaf
 from fzero.program.base import identifier
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats
 from fzero.program.names import Names
 from fzero.transforms.shard import Zero
 
@@ -35,6 +35,7 @@ class _Rewrite:
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
+        self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
         self.by = max((r for r in zero.records), key=lambda r: r.stage).name
         self.local = Placement("local", zero.batch_axes)
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
@@ -42,6 +43,7 @@ class _Rewrite:
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads: dict[str, str] = {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+        self.added = {a for x in program.lines if x.op == "add" for a in x.args}
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
 
     def run(self) -> Program:
@@ -62,7 +64,9 @@ class _Rewrite:
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
         for line in lines:
-            if line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums:  # cast on the shard, where it is gathered
+            if (
+                line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
+            ):  # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
@@ -105,7 +109,10 @@ class _Rewrite:
         fresh = [a for a in wanted if self.zero.params(self._param(a))]
         lines = self._keep(a for a in wanted if a not in fresh)
         names = {a: self.kept[a] for a in wanted if a not in fresh}
+        if repeats(line):
+            return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
         gathered, more = self._gather(fresh)
+        self.shared = gathered or self.shared
         return line.rename({**names, **gathered}), lines + more
 
     def _keep(self, args: Iterable[str]) -> list[Line]:
@@ -154,7 +161,7 @@ class _Rewrite:
         local = line.op in ("part_index", "take_part") or any(self.placement.get(a, WHOLE) != WHOLE for a in line.args)
         out = []
         for value in line.out:
-            summand = value.name in self.grads or value.name in self.sums
+            summand = value.name in self.grads or value.name in self.sums or value.name in self.added
             placement = Placement(partial=self.zero.batch_axes) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))

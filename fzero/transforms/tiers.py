@@ -16,7 +16,7 @@ import torch
 
 from fzero.program.base import identifier
 from fzero.program.early import shared_arguments
-from fzero.program.ir import MOVING, Function, Line, Program, Value
+from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
 from fzero.program.names import Names
 from fzero.transforms.offload import Offload, spread_out
 
@@ -54,6 +54,7 @@ class _Rewrite:
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
+        self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
 
     def run(self) -> Program:
@@ -74,7 +75,7 @@ class _Rewrite:
             body = tuple(self._lines(line.body))
             self.lies, self.recent = outside, []
             return [replace(line, body=body)]
-        if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device":
+        if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
             return self._cast(line)
         if line.op == "take_shard":
             self.parts.add(line.out[0].name)
@@ -86,7 +87,7 @@ class _Rewrite:
             self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
             return self._on(self._side(line), line)
         lines = self._on("device", line)
-        if line.attrs.get("backward") or line.by == "fuse":
+        if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
             num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
             self.recent = [*self.recent, self._read_by(lines)][-num:]
         return [*lines, *self._rest(line)]
@@ -130,7 +131,9 @@ class _Rewrite:
 
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
+        shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or (line.attrs.get("backward") and a in self.resting)]
+        absent = [a for a in absent if a not in shared]
         lines: list[Line] = []
         scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
         if scalars:
@@ -158,7 +161,9 @@ class _Rewrite:
                 given[a] = read[sources[a]]
         travel = [a for a in absent if self._tier(given[a]) != tier]
         arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
-        return {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}, lines + more
+        found = {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}
+        self.shared = self.shared if repeats(line) else found or self.shared
+        return {**shared, **found}, lines + more
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
         """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed with."""
