@@ -180,12 +180,12 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
             verdicts.append(f"{processes} process{'es' if processes > 1 else ''}: losses of {len(disk)} steps equal bit for bit to those in memory: {same}")
     direct = all(x["direct"] for x in points if x["where"] == "disk")
     notes = [
-        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}), fp32 masters, AdamW: {12 * config.num_params / 1e9:.2f} GB of "
-        f"state; sequence {config.seq}, global batch {config.batch}, remat full, {args.threads} threads in all, {args.backend} backend; "
+        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}), fp32 masters, AdamW: "
+        f"{12 * config.num_params / 1e9:.2f} GB of state; sequence {config.seq}, global batch {config.batch}, remat full, {args.threads} threads in all, {args.backend} backend; "
         f"{'O_DIRECT' if direct else 'through the page cache'}. The rank with more.",
-        f"GB of memory are resident, above what the process had with all libraries imported: between steps, at the peak of init, at the peak of {args.steps + 1} "
-        "steps with compilation; private at the peak of all, without pages of mapped files; as planned, without what libraries take.",
-        f"Seconds and disk: means of {args.steps} steps after the first; GB a step read and written, over the step's time, and over the time the disk was busy.",
+        f"GB of memory are resident, above what the process had with all libraries imported: between steps, at the peak of init, at the peak of "
+        f"{args.steps + 1} steps with compilation; private at the peak of all, without pages of mapped files; as planned, without what libraries take.",
+        f"Seconds and disk: means of {args.steps} steps after the first; GB a step read and written, over its time, and over the time the disk was busy.",
         *(f"{_title(x)}: losses {', '.join(format(step['loss'], '.6f') for step in x['steps'])}" for x in points),
         *verdicts,
     ]
