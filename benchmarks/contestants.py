@@ -270,7 +270,8 @@ def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) ->
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
+        make: Any = DeepSpeedCPUAdam
+        return make(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
     options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
 

@@ -181,8 +181,8 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
     direct = all(x["direct"] for x in points if x["where"] == "disk")
     notes = [
         f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}), fp32 masters, AdamW: "
-        f"{12 * config.num_params / 1e9:.2f} GB of state; sequence {config.seq}, global batch {config.batch}, remat full, {args.threads} threads in all, {args.backend} backend; "
-        f"{'O_DIRECT' if direct else 'through the page cache'}. The rank with more.",
+        f"{12 * config.num_params / 1e9:.2f} GB of state; sequence {config.seq}, global batch {config.batch}, remat full, {args.threads} threads in all, "
+        f"{args.backend} backend; {'O_DIRECT' if direct else 'through the page cache'}. The rank with more.",
         f"GB of memory are resident, above what the process had with all libraries imported: between steps, at the peak of init, at the peak of "
         f"{args.steps + 1} steps with compilation; private at the peak of all, without pages of mapped files; as planned, without what libraries take.",
         f"Seconds and disk: means of {args.steps} steps after the first; GB a step read and written, over its time, and over the time the disk was busy.",
