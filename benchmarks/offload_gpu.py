@@ -145,7 +145,7 @@ def curve(args: argparse.Namespace, device: Device, bandwidth: float, mesh: Any)
     for tokens in args.tokens:
         config, num_micro = sized(args, tokens)
         small, plain = sized(args, tokens, layers)[0], micro_batches(num_micro)
-        everything = [*plain, fz.offload("cpu", ROLES)]
+        everything = [*plain, fz.offload("cpu", args.of)]
         if mesh is None:
             plan = planned(args, config, device, *everything)
             found = {"step_s": plan.step_seconds, "device_gb": plan.peak_bytes / 1e9, "losses": []}
@@ -187,7 +187,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: Devic
     config, dry = sized(args, args.tokens[0])[0], "planned, nothing was run" if args.dry else "measured"
     notes = [
         f"{config.num_params / 1e9:.2f} G parameters ({args.layers} layers, width {args.width}, {args.heads} heads, vocabulary {args.vocab}), sequence "
-        f"{args.seq}, bf16, remat {args.remat}, AdamW with clipping; {', '.join(ROLES)} on the host; {name}; seconds are {dry}.",
+        f"{args.seq}, bf16, remat {args.remat}, AdamW with clipping; {', '.join(args.of)} on the host; {name}; seconds are {dry}.",
         f"Ceiling: the longest of compute at {device.rate(torch.bfloat16) / 1e12:.0f} TFLOP/s, the link at {device.host_copy.bandwidth / 1e9:.1f} GB/s each "
         f"way and host memory at {bandwidth / 1e9:.0f} GB/s; micro-batches of at most {args.micro} tokens. Peak: {args.peak / 1e12:.0f} TFLOP/s.",
         "Of own: FLOP/s over those without offload, of as many layers as fit the device then.",
@@ -264,7 +264,8 @@ def _arguments() -> argparse.Namespace:
     model_flags(parser, layers=32, width=4096, heads=32, seq=2048)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**k for k in range(11, 18)], help="a step")
-    parser.add_argument("--micro", type=int, default=16384, help="tokens a micro-batch, at most")
+    parser.add_argument("--micro", type=int, default=65536, help="tokens a micro-batch, at most")
+    parser.add_argument("--of", nargs="+", choices=ROLES, default=list(ROLES), help="what the curve offloads")
     parser.add_argument("--remat", choices=["full", "min_cut", "none"], default="full")
     parser.add_argument("--steps", type=int, default=5, help="measured of each, after two")
     parser.add_argument("--parts", nargs="+", choices=["curve", "twice"], default=["curve", "twice"])
