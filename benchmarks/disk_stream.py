@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import RESULTS, Group, passed_on, publish, serve, verdict
+from common import Group, passed_on, publish, script_flags, serve, settings, verdict
 
 if TYPE_CHECKING:
     import torch
@@ -182,9 +182,9 @@ def report(args: argparse.Namespace, points: dict[str, list[dict[str, float]]], 
         f"Medians of {args.rounds} rounds; the share is the median of the rounds' own ratios.",
         *verdicts,
     ]
+    where = {"directories": len(args.path), "probe": probe, "direct": direct}
     columns = ("", "raw GB/s", "fzero GB/s", "share", "over the rounds", "CPU ms a GiB")
-    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out", "path")} | {"directories": len(args.path), "probe": probe, "direct": direct}
-    publish(args.name, "Streaming scratch files", columns, rows, notes, {"settings": settings, "points": points}, args.out)
+    publish(args.name, "Streaming scratch files", columns, rows, notes, {"settings": settings(args, "path") | where, "points": points}, args.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -194,9 +194,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=32, help="MiB of a transfer")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--name", default="disk_stream", help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    script_flags(parser, "disk_stream")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Group, passed_on, publish, rss_mib, serve, verdict
+from common import Group, passed_on, publish, rss_mib, script_flags, serve, settings, verdict
 
 LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.01, (0.9, 0.999), 1e-8
 PAUSE_S = 0.02  # before a turn: threads of the one before that still spin go to sleep
@@ -244,8 +244,7 @@ def report(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
         "DeepSpeed in bf16 has no fp32 masters.",
         *notes,
     ]
-    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
-    publish(args.name, "An optimizer on the host", columns, rows, notes, {"settings": settings, "points": found}, args.out)
+    publish(args.name, "An optimizer on the host", columns, rows, notes, {"settings": settings(args), "points": found}, args.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -255,9 +254,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--avx2", action="store_true", help="as on a CPU without AVX-512")
-    parser.add_argument("--name", default="host_optimizer", help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    script_flags(parser, "host_optimizer")
     return parser.parse_args()
 
 

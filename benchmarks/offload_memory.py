@@ -1,6 +1,6 @@
 """A model larger than the memory it is given: 504 M parameters and their Adam state, 6 GB, on disk, with 2 GB of memory for the process.
 
-    python benchmarks/offload_memory.py --path DIR                 # about 20 minutes on 2 cores; 10 GB of memory for the runs without offload, 6 GB of disk
+    python benchmarks/offload_memory.py --path DIR                 # about 12 minutes on 2 cores; 10 GB of memory for the runs without offload, 6 GB of disk
     python benchmarks/offload_memory.py --path DIR --processes 1   # half of it
     python benchmarks/offload_memory.py --path DIR --layers 6 --width 256 --heads 4 --seq 64    # to see that it runs
 

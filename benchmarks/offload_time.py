@@ -1,6 +1,6 @@
 """Whether a step over leaves on disk takes as long as the slower of compute and disk, and not their sum.
 
-    python benchmarks/offload_time.py --path DIR        # 12 layers of width 768, three batch sizes: about 12 minutes on 2 cores; 5 GB of disk
+    python benchmarks/offload_time.py --path DIR        # 12 layers of width 768, three batch sizes: about 10 minutes on 2 cores; 5 GB of disk
 
 In one process, in every round in random order: the step without offload, which is the compute; the step with its optimizer state on disk, and with its
 parameters there too; and, for either, the disk alone: every read and write of the step's program, in its order and in its sizes, on other bytes of the

@@ -13,10 +13,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from common import MODEL, RESULTS, Group, model_flags, passed_on, publish, serve, verdict
+from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
 
 LIMIT_MS = 5.0
 STAGES = {"zero0": "data_parallel", "zero1": "shard_opt_state", "zero2": "shard_grads", "zero3": "shard_params"}
@@ -114,8 +113,7 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
         "Outside: the step with clocks, less blocks and transfers; the other lines are part of it.",
         *notes,
     ]
-    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
-    publish(args.name, "Python's part of a step", columns, rows, notes, {"settings": settings, "points": found}, args.out)
+    publish(args.name, "Python's part of a step", columns, rows, notes, {"settings": settings(args), "points": found}, args.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -126,9 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
-    parser.add_argument("--name", default="overhead", help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    script_flags(parser, "overhead")
     return parser.parse_args()
 
 
