@@ -59,7 +59,7 @@ class Offload(Transform):
 
 def offload(
     step: Any = None,
-    tier: str | Sequence[str] | None = None,
+    tier: Any = None,
     of: str | Sequence[str] | None = None,
     *,
     path: Path | Sequence[Path] | None = None,
