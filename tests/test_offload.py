@@ -194,3 +194,38 @@ def test_a_step_with_nothing_off_is_unchanged() -> None:
     for transforms in ((fz.data_parallel(),), (fz.shard_params(), fz.accumulate(2))):
         with_, without_ = (fz.show(lowered(*transforms, *more, unified_memory=False)) for more in ((nothing,), ()))
         assert [x for x in with_.splitlines() if "offload" not in x] == without_.splitlines()
+
+
+def plans(layers: int, *more: Any, optimizer: str = "adamw", unified: bool) -> tuple[fz.Plan, dict[str, int]]:
+    """Of a wide model on disk; and how many elements it has, in all and in its first and last block."""
+    records = (fz.offload("nvme", BOTH, path="/scratch"), fz.remat("full"), *more)
+    step = fz.compose(*records)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS[optimizer]()))
+    mesh = fz.AbstractMesh(data=1, unified_memory=unified)
+    lowered = fz.lower(step, mesh, lambda key: models.gpt_init(key, layers, 64), models.meta(models.batches(1)[0]))
+    sizes = {part: sum(x.numel for x in lowered.params.leaves if part in x.path) for part in ("", "embed", "head")}
+    return lowered.plan_on("cpu", "eager"), sizes
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_memory_does_not_grow_with_depth(unified: bool) -> None:
+    """But for what each block was given, kept for its backward: nothing of its parameters, gradients or optimizer state."""
+    (short, _), (long, _) = (plans(layers, unified=unified) for layers in (4, 12))
+    given = models.BATCH * models.SEQ * 64 * 4
+    assert 8 * given <= long.peak_bytes - short.peak_bytes < 8 * (given + 64)  # and a block's share of the norm
+    assert long.resting_bytes == short.resting_bytes < 64
+    (clipped, sizes), (more, deeper) = (plans(layers, optimizer="clipped", unified=unified) for layers in (4, 12))
+    assert more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given  # all gradients wait for the norm
+
+
+def test_activations_in_host_memory_do_not_grow_either() -> None:
+    (short, _), (long, _) = (plans(layers, fz.offload("cpu", "activations"), unified=False) for layers in (4, 12))
+    assert long.peak_bytes - short.peak_bytes < 8 * 64
+    assert {"disk", "to_device", "to_host"} <= set(long.channels)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_bytes_on_disk(layers: int) -> None:
+    """Parameters once for the forward and once for the backward, all of Adam's state in and out for the update. The last block has forward and backward
+    in one function, and the first, which looks rows up, needs no parameter for its backward."""
+    plan, sizes = plans(layers, unified=True)
+    assert plan.channels["disk"].bytes == (4 + 4 + 12 + 12) * sizes[""] - 4 * (sizes["embed"] + sizes["head"])

@@ -219,8 +219,9 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
 
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
-    """Each wait to its first reader; one that holds buffers which nobody reads after, a reduction's or a store's, to one block later at most."""
-    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
+    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
+    at most."""
+    reduced = {v.name for x in lines if x.op in (_SCATTER, "to_host_start") or (x.op in COPIES and x.writes) for v in x.out}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
