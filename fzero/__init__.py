@@ -10,6 +10,7 @@ from fzero.program.block import block
 from fzero.program.show import show
 from fzero.runtime.build import has_compiler
 from fzero.runtime.compile import CompiledEval, CompiledStep, compile
+from fzero.runtime.move import move
 from fzero.schedule.plan import fits
 from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
 from fzero.transforms.accumulate import accumulate
@@ -44,6 +45,7 @@ __all__ = [
     "lower",
     "make_mesh",
     "mixed_precision",
+    "move",
     "offload",
     "optim",
     "random",

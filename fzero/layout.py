@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.mesh import AbstractMesh, Mesh
 
 TIERS = ("device", "host", "disk")
+COMPUTE = "extras['compute']"
+"""The path of what a model computes with, where its parameters are masters that rest off the device."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Storage(Protocol):
 
     def write(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
+    @property
+    def busy_seconds(self) -> float:
+        """Wall time during which something was being read or written."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Extent:
@@ -46,6 +54,18 @@ class Extent:
     files: Storage
     offset: int
     nbytes: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Extent:
+        fix = "save a checkpoint and restore it twice, or bring the state to memory first: fz.move(state, 'cpu')"
+        raise FzeroTypeError(message("offload", "a leaf on disk cannot be copied: its bytes lie in one place", fix=fix))
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a step keeps a leaf that was moved (runtime/move.py): its tier, and its place on disk, which it keeps while it is away."""
+
+    tier: str
+    extent: Extent | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,11 @@ class Leaf:
         size, index = self.shard_numel(mesh), mesh.index(self.layout.axes)
         return min(size * index, self.numel), min(size * (index + 1), self.numel)
 
+    @property
+    def master(self) -> str:
+        """The path of the parameter that a copy to compute with is of; of any other leaf its own."""
+        return f"params{self.path.removeprefix(COMPUTE)}" if self.path.startswith(COMPUTE) else self.path
+
     def with_layout(self, **changes: Any) -> Leaf:
         return replace(self, layout=replace(self.layout, **changes))
 
@@ -91,21 +116,27 @@ class Leaf:
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
-_LARGE, _STAGGER = 16 << 20, 64 << 10  # bytes
+_EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
-def span(nbytes: int) -> int:
-    """Bytes from the beginning of a leaf to that of the next, where leaves lie one behind the other in host memory or on disk: whole sectors, and 64 KiB more
-    from 16 MiB on.
+def apart(sizes: Sequence[int]) -> list[int]:
+    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each at a sector, with a gap of 68 KiB
+    behind every 16 MiB.
 
-    An update reads and writes several leaves of one size at once: parameters, moments, gradients. If they lay a power of two apart the same cache sets would
-    hold all of them, and the update takes 2.5 times as long.
+    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart as all parameters take bytes; if
+    that is a multiple of 2^28 the same cache sets hold all of them, and the update takes two to six times as long. With the gaps no multiple of 2^28
+    below 2^40 stays one.
 
     Example:
-        >>> span(0), span(10), span(4096), span(1 << 24)
-        (0, 4096, 4096, 16842752)
+        >>> apart([10, 1 << 24, 10])
+        [0, 4096, 16850944, 16850954]
     """
-    return -(-nbytes // SECTOR) * SECTOR + (_STAGGER if nbytes >= _LARGE else 0)
+    out, at, end = [], 0, 0
+    for nbytes in sizes:
+        out.append(at + at // _EVERY * _GAP)
+        end = out[-1] + nbytes
+        at += -(-nbytes // SECTOR) * SECTOR
+    return [*out, end]
 
 
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
@@ -119,12 +150,28 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     return out
 
 
-def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None) -> torch.Tensor:
+def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None, home: Home | None = None) -> torch.Tensor:
     """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it rests, with its extent."""
     tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
     if extent is not None:
         tensor._fzero_extent = extent  # type: ignore[attr-defined]
+    if home is not None:
+        tensor._fzero_home = home  # type: ignore[attr-defined]
     return tensor
+
+
+def leave(tensor: torch.Tensor) -> None:
+    """Marks a tensor whose leaf is another tensor now, and lets go of its memory and its place on disk."""
+    known = leaf_of(tensor)
+    assert known is not None
+    tensor._fzero = _Left(known[0])  # type: ignore[attr-defined]
+    tensor._fzero_extent = tensor._fzero_home = None  # type: ignore[attr-defined]
+    if not tensor.is_meta:
+        tensor.set_()  # type: ignore[call-overload]
+
+
+class _Left(NamedTuple):
+    leaf: Leaf
 
 
 def extent_of(tensor: Any) -> Extent | None:
@@ -133,8 +180,22 @@ def extent_of(tensor: Any) -> Extent | None:
 
 
 def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
-    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor."""
-    return getattr(tensor, "_fzero", None)
+    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor.
+
+    Raises:
+        FzeroValueError: the leaf has left this tensor: it was moved.
+    """
+    known = getattr(tensor, "_fzero", None)
+    if isinstance(known, _Left):
+        raise FzeroValueError(message("move", f"{known.leaf.path} is not here any more, it was moved", fix="go on with the state that fz.move returned"))
+    return known
+
+
+def home_of(tensor: torch.Tensor) -> Home:
+    """Where the step that made a placed tensor keeps it: where it is, if it was not moved."""
+    known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
+    assert known is not None
+    return home or Home(known[0].layout.tier, extent_of(tensor))
 
 
 def ties(flat: list[Any]) -> list[int]:

@@ -20,7 +20,7 @@ from fzero import compat, tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
-from fzero.layout import Layout, Leaf, ties
+from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
@@ -34,7 +34,7 @@ from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
-from fzero.transforms import accumulate, remat, shard, spread
+from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision, mixed_precision
@@ -155,8 +155,9 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
 
 @dataclass(frozen=True)
 class _Traced:
-    """The programs that a step can become, and the rest of what its trace told."""
+    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""
 
+    base: Program
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
@@ -164,7 +165,7 @@ class _Traced:
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
-    zero, (compute, reduce) = zero_of(step, mesh), _dtypes(step)
+    zero, (compute_dtype, reduce_dtype) = zero_of(step, mesh), _dtypes(step)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -196,14 +197,19 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 batch=micro,
                 extras=extra_leaves(),
                 mesh=mesh,
-                compute_dtype=compute,
-                reduce_dtype=reduce,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
-    return _Traced(Variants(base, zero, num_micro, shapes), opt_state, structure, num_micro)
+    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, num_micro)
+
+
+def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
+    """The program with what is computed with beside the masters that rest off the device."""
+    return verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
 
 
 def _dtypes(step: Step | EvalStep) -> tuple[Callable[[Leaf], torch.dtype], Callable[[Leaf], torch.dtype]]:
@@ -239,7 +245,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced, casts = _traced(left, mesh, inputs, batch), zero_of(left, mesh).casts
+    traced = _traced(left, mesh, inputs, batch)
     mirrored = mirrors(traced.opt_state.leaves, inputs)
 
     def with_(records: Sequence[Offload]) -> Step:
@@ -247,11 +253,13 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
 
     def build(records: Sequence[Offload]) -> Variants:
         asked = with_(records)
-        tiers = tiers_of(offloads(asked), inputs.leaves, inputs.ties, casts)
-        on = {leaf.path: of_params for leaf, (of_params, _) in zip(inputs.leaves, tiers, strict=True)}
-        on |= {leaf.path: tiers[i][1] for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
-        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.variants.base.leaves.items()}
-        return traced.variants.resting(leaves, asked.transforms)
+        rests = params_inputs(asked, mesh, params)
+        tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
+        on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
+        on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
+        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.base.leaves.items()}
+        base = replace(traced.base, leaves=leaves, transforms=asked.transforms)
+        return traced.variants.like(_with_copies(base, asked, mesh, rests))
 
     records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory)
     return with_(records), (decision,)
@@ -319,7 +327,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
-    return Inputs(structure, tuple(leaf.with_layout(tier=tier) for leaf, (tier, _) in zip(leaves, tiers, strict=True)), tuple(tied))
+    return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
@@ -339,8 +347,23 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
             axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
-            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored][1])
+            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+
+
+def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
+    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their masters are."""
+    precision = find(step.transforms, MixedPrecision)
+    if precision is None or isinstance(step, EvalStep):
+        return {}
+    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero_of(step, mesh).casts)
+    out = {}
+    for i in params.distinct:
+        master, dtype = params.leaves[i], precision.compute_dtype(params.leaves[i])
+        if master.layout.tier != "device" and dtype != master.dtype:
+            path = f"{COMPUTE}{master.path.removeprefix('params')}"
+            out[i] = replace(master, path=path, role="compute").with_layout(dtype=dtype, tier=tiers[i].copy)
+    return out
 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:

@@ -37,6 +37,13 @@ class State(NamedTuple):
     extras: dict[str, Any]  # what transforms carry
 
 
+def lasting(state: Any) -> Any:
+    """A state without what follows from the rest of it: the copies of masters that a model computes with. Anything else as it is."""
+    if not isinstance(state, State) or "compute" not in state.extras:
+        return state
+    return state._replace(extras={name: x for name, x in state.extras.items() if name != "compute"})
+
+
 @dataclass(frozen=True)
 class Step:
     """A training step. Made by `train_step`."""

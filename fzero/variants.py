@@ -8,11 +8,9 @@ A memory budget looks at many of them (fzero/budget.py). Only the one that is ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fzero.budget import Choice
-from fzero.layout import Leaf
 from fzero.program.early import early
 from fzero.program.ir import Program
 from fzero.program.names import apart
@@ -52,15 +50,11 @@ class Variants:
         self._finished: dict[Any, Program] = {}
         self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
 
-    def resting(self, leaves: Mapping[str, Leaf], transforms: tuple[Any, ...]) -> Variants:
-        """Those of the same step under other transforms by which its leaves rest on other tiers."""
-        out = Variants(replace(self._base, leaves=leaves, transforms=transforms), self._zero, self._num_micro, self._batch)
+    def like(self, base: Program) -> Variants:
+        """Those of another base program with the same blocks."""
+        out = Variants(base, self._zero, self._num_micro, self._batch)
         out._blocks = self._blocks
         return out
-
-    @property
-    def base(self) -> Program:
-        return self._base
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""

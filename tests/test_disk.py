@@ -685,7 +685,7 @@ def test_leaves_at_rest(root: Path) -> None:
     tensors = disk.rest([leaf(str(i), shape, dtype) for i, (shape, dtype) in enumerate(SHAPES)], MESH, [root, root])
     extents: list[Any] = [extent_of(t) for t in tensors]
     assert [t.device.type for t in tensors] == ["meta"] * len(SHAPES) and [(tuple(t.shape), t.dtype) for t in tensors] == SHAPES
-    sizes = [disk.span(t.nbytes) for t in tensors]
+    sizes = [disk.padded(t.nbytes) for t in tensors]
     assert [e.offset for e in extents] == [sum(sizes[:i]) for i in range(len(sizes))] and [e.nbytes for e in extents] == [t.nbytes for t in tensors]
     assert len({e.files for e in extents}) == 1 and extents[0].files.nbytes == sum(sizes)
     values = [value_of(*x) for x in SHAPES]

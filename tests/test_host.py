@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero import layout
 from fzero.comm import host
 from fzero.comm.host import Apart, Streams, Unified, copies, host_pool, host_tensors
 from fzero.errors import TierError
@@ -34,14 +35,23 @@ def apart() -> fz.Mesh:
 # --- memory ---
 
 
-def test_tensors_lie_one_behind_the_other_and_large_ones_a_little_apart(mesh):
+def test_tensors_lie_one_behind_the_other(mesh):
     specs = [((4, MIB), torch.float32), ((3,), torch.bfloat16), ((), torch.int64), ((0, 5), torch.float32), ((2, 5000), torch.float16), ((1,), torch.bool)]
     tensors = host_tensors(specs, mesh)
     assert [(tuple(t.shape), t.dtype) for t in tensors] == specs
     assert all(not t.any() for t in tensors) and all(t.is_contiguous() for t in tensors)
     large, small, scalar, _, more, last = (t.data_ptr() for t in tensors)
     assert large % mmap.PAGESIZE == 0
-    assert [small - large, scalar - small, more - scalar, last - more] == [16 * MIB + 65536, 4096, 4096, 20480]
+    assert [small - large, scalar - small, more - scalar, last - more] == [16 * MIB + 17 * 4096, 4096, 4096, 20480]
+
+
+@pytest.mark.parametrize(("num", "nbytes"), [(1, 1 << 28), (8, 1 << 25), (64, 1 << 22), (1 << 12, 1 << 16), (3, 1 << 28), (256, 1 << 28)])
+def test_no_leaf_lies_a_multiple_of_2_28_bytes_from_its_moments(num, nbytes):
+    """Nor within 64 KiB of one, if the leaf is large enough for that to matter."""
+    *offsets, end = layout.apart([nbytes] * num * 3)
+    distances = {b - a for a, b in zip(offsets, offsets[num:], strict=False)}
+    assert all((1 << 16) <= d % (1 << 28) <= (1 << 28) - (1 << 16) for d in distances)
+    assert end <= 3 * num * nbytes * 1.005
 
 
 def test_each_tensor_is_a_storage_of_its_own(mesh):

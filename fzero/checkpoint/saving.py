@@ -29,6 +29,7 @@ from fzero.comm import disk
 from fzero.errors import CheckpointError, message
 from fzero.layout import extent_of, leaf_of
 from fzero.mesh import Mesh
+from fzero.step import lasting
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
     Raises:
         CheckpointError: a state that cannot be stored, listing every reason.
     """
-    tree, tensors, problems = skeleton.encode(state)
+    tree, tensors, problems = skeleton.encode(lasting(state))
     step = _step(state, problems)
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}

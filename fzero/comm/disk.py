@@ -1,7 +1,7 @@
 """Leaves on disk: where they lie in a rank's scratch files, and their values as a whole or in parts, through a bounded amount of memory.
 
 A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes` of them without any padding. Extents
-begin `span` apart, so a leaf may be read and written in whole blocks.
+begin at whole blocks, so a leaf is read and written in whole blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from fzero.comm.files import Files, Transfer
 from fzero.comm.scratch import ALIGNMENT, PIECE, aligned, check, padded
 from fzero.errors import FzeroValueError, TierError, message
-from fzero.layout import Extent, Leaf, extent_of, leaf_of, place, span
+from fzero.layout import Extent, Leaf, extent_of, leaf_of, place
 from fzero.mesh import Mesh
 
 __all__ = ["ALIGNMENT", "PIECE", "Files", "Transfer", "aligned", "check", "load", "padded", "pieces", "rest", "store", "write_pieces"]
@@ -49,10 +49,10 @@ def rest(
         (device(type='meta'), tensor(6.))
     """
     tensors = [torch.empty(leaf.resting_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
-    files, offset = Files(directories, sum(span(t.nbytes) for t in tensors), num_threads=num_threads), 0
+    files, offset = Files(directories, sum(padded(t.nbytes) for t in tensors), num_threads=num_threads), 0
     for tensor, leaf in zip(tensors, leaves, strict=True):
         place(tensor, leaf, mesh, Extent(files, offset, tensor.nbytes))
-        offset += span(tensor.nbytes)
+        offset += padded(tensor.nbytes)
     return tensors
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from fzero.mesh import Mesh
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, and the values it makes, if they are not told to lie elsewhere."""
+    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, and its begin and end, where they are events."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
+    span: tuple[Any, Any] | None = None
 
     def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.done()
@@ -44,12 +46,15 @@ class Tiers:
         self._failed: TierError | None = None
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_host_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_host_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_device_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_device_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+        self._copies.settle()
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
         return Arriving(lambda: self._kept(transfer.wait), into)
@@ -58,6 +63,15 @@ class Tiers:
         extents = [_extent(x) for x in into]
         transfer = extents[0].files.write([(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)])
         return Arriving(lambda: self._kept(transfer.wait), ())
+
+    def on_host(self, function: Callable[..., object]) -> Callable[..., object]:
+        """A function that the host runs: nothing that it may write is still on its way to the device."""
+
+        def call(*args: object, **kwargs: object) -> object:
+            self._copies.settle()
+            return function(*args, **kwargs)
+
+        return call
 
     def end(self) -> None:
         """Called when a step has run.

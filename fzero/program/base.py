@@ -16,7 +16,7 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.errors import FzeroTypeError, TraceError, message
-from fzero.layout import Leaf
+from fzero.layout import COMPUTE, Leaf
 from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.program.ir import Line, Program, Value
@@ -294,7 +294,7 @@ def grad_name(leaf: Leaf) -> str:
 
 def identifier(path: str) -> str:
     """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
-    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params"))
+    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params").removeprefix(COMPUTE))
     return "_".join(part for part in text.split("_") if part) or "leaf"
 
 

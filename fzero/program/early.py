@@ -1,5 +1,7 @@
 """The optimizer's lines where they may first run: the update of a block right after the backward that makes its gradients, if nothing of all leaves, such as a
 norm to clip by, must be known before. So gradients need not pile up, and what moves the state of one block runs beside the backward of the next.
+
+Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that block to run meanwhile.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ from fzero.program.storages import storage_of
 
 
 def early(program: Program) -> Program:
-    """The program with each line of the optimizer right after the last line that it must come after; where that waits for other ranks, a block later, for the
-    block to run meanwhile."""
+    """The program with each line of the optimizer right after the last line that it must come after, or a block later."""
     first = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
     if first is None:
         return program
@@ -24,9 +25,10 @@ def early(program: Program) -> Program:
     head: list[Line] = []
     collectives = {x.out[0].name for x in program.lines[:first] if x.op in COLLECTIVES}
     later = _next_blocks(program.lines[:first])
+    travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
     for line in program.lines[first:]:
         at = after.needed(line)
-        if at >= 0 and program.lines[at].op == "wait" and program.lines[at].args[0] in collectives:
+        if at >= 0 and (travels or (program.lines[at].op == "wait" and program.lines[at].args[0] in collectives)):
             at = later[at]
         (slots[at] if at >= 0 else head).append(line)
         after.ran(line, at)

@@ -9,14 +9,14 @@ Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, 
 partial may rest in a state, and only a `whole` or a `local` may be returned.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
-things that need no trace: `cast`, `take_shard`, `take_part`, `part_index`, `num_valid`, `accumulate`, `assign`; `update` is the whole
-optimizer before it is cut into functions. `loop` repeats a body once a
+things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`,
+`accumulate`, `assign`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
 micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Names are assigned once, but for the
 leaves of the state: their buffers are donated, and `writes` says which a line overwrites.
 
 [Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
 gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buffers.py):
-  call, cast, accumulate   one for each result (None: allocated anew); the line writes there
+  call, cast, buffer, accumulate   one for each result (None: allocated anew); the line writes there
   all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
   reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
   all_reduce_start         the flat of each argument
@@ -123,7 +123,10 @@ class Line:
     into: tuple[Place | None, ...] = ()
 
     def rename(self, names: Mapping[str, str]) -> Line:
-        return replace(self, args=tuple(names.get(a, a) for a in self.args))
+        attrs = self.attrs
+        if "inputs" in attrs:  # of a block, from which the arguments follow once it is settled what it keeps
+            attrs = {**attrs, "inputs": tuple(names.get(a, a) for a in attrs["inputs"])}
+        return replace(self, args=tuple(names.get(a, a) for a in self.args), attrs=attrs)
 
 
 COLLECTIVES = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}

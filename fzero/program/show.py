@@ -104,6 +104,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
         case "cast":
             code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
+        case "buffer":
+            return Printed(depth, f"buffer({into[2:]})", (f"{out[0]},",) if len(out) == 1 else out, types)
         case "take_shard":
             code = f"take_shard({args}, axis={axis!r})"
         case "take_part":

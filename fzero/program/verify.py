@@ -85,7 +85,7 @@ class _Checker:
                 self.problems.append(f"output {name} is {value.placement}")
             elif self._root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        state = {n for n, leaf in self.program.leaves.items() if leaf.role in ("params", "opt_state", "step")}
+        state = {n for n, leaf in self.program.leaves.items() if leaf.role in ("params", "opt_state", "step", "compute")}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
@@ -110,6 +110,9 @@ class _Checker:
             self.started[line.out[0].name] = line
             num = len(line.writes)
             self._pairs(line, args[:num], args[len(args) - num :], "copied")
+            for target, source in zip(line.writes, args[len(args) - num :], strict=False):
+                if source.name in self.written and self.aliases.get(source.name, target) != target:
+                    self._add(line, f"{source.name}, which is {self.aliases[source.name]} updated, is stored in {target}")
             if num and len(args) != 2 * num:
                 self._add(line, f"copies {len(args) - num} values to {num} leaves")
         elif line.op in COLLECTIVES:
@@ -142,8 +145,10 @@ class _Checker:
             summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
             if line.out[0].dtype != line.attrs["dtype"] or line.out[0].shape != args[0].shape or not (here == there or summand):
                 self._add(line, f"{args[0]} becomes {line.out[0]}")
+        elif line.op == "buffer":
+            self.aliases.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
         elif line.op == "take_shard":
-            self.aliases[line.out[0].name] = line.args[0]
+            self.aliases[line.out[0].name] = self._root(line.args[0])
             if args[0].placement.kind != "whole" or line.out[0].placement.kind != "shard":
                 self._add(line, f"takes a shard of {args[0]}")
         elif line.op == "accumulate":
@@ -164,7 +169,11 @@ class _Checker:
         """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes where it computes."""
         if line.op in ("wait", "loop"):
             return
-        on_host = line.attrs.get("on") == "host" if line.op == "call" else bool(args) and line.op in ("cast", "take_shard") and args[0].tier == "host"
+        on_host = (
+            line.attrs.get("on") == "host"
+            if line.op in ("call", "buffer")
+            else bool(args) and line.op in ("cast", "take_shard", "assign") and args[0].tier == "host"
+        )
         reads, writes = _FROM_TO.get(line.op, ("host", "host") if on_host else ("device", "device"))
         num = len(line.writes) if line.op in COPIES else 0
         for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):

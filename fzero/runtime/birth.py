@@ -2,14 +2,14 @@
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the leaf (see
 program/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked for its shape, as parameters are by
-most optimizers, no value is had; and what is made of zeros is not made at all, but said to be.
+most optimizers, no value is had; what is made of zeros is not made at all, but said to be; and a large leaf that rests elsewhere than on the device is
+made in parts, each as the shard of a larger mesh would be.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from fzero.program.trace import Inputs
 from fzero.random import DERIVE
 from fzero.step import Step
 
-Put = Callable[[torch.Tensor | None, Leaf], torch.Tensor]
-"""Puts the value of a leaf, None being zeros, where it rests, and returns what stands for it in a state."""
+PART = 32 << 20
+"""Bytes of the parts in which a leaf is made."""
+
+Put = Callable[[torch.Tensor | Iterator[torch.Tensor] | None, Leaf], torch.Tensor]
+"""Puts the value of a leaf (or its consecutive parts, or None for zeros) where it rests, and returns what stands for it in a state."""
 
 Load = Callable[[], torch.Tensor]
 
@@ -60,7 +63,7 @@ def opt_state(step: Step, params: Inputs, opt: Inputs, load: Callable[[int], tor
 def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Collection[fx.Node], inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
     """What the graph returns, from the values of its inputs and of other nodes of it."""
     outputs, stop = graph.outputs, set(values)
-    known: dict[Any, Recorded] = {}  # the moments of an optimizer are made alike, leaf after leaf
+    known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
     axes = next((leaf.layout.axes for leaf in inputs.leaves if leaf.layout.axes), ())
     size, index = (mesh.axis_size(axes), mesh.index(axes)) if axes else (1, 0)
     out = {}
@@ -73,9 +76,39 @@ def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Collection
         if key not in known:
             one = part.extract()
             arrives = {new: leaf.path for p, new in zip(read, one.inputs, strict=True) if p in sharded}
-            known[key] = constants_for_shapes(propagate(one, arrives, [bool(leaf.layout.axes)], size, "init", index))
-        out[i] = put(None if _is_zeros(known[key]) else _value(known[key], [values[p] for p in read], leaf, mesh), leaf)
+            known[key] = one, constants_for_shapes(propagate(one, arrives, [bool(leaf.layout.axes)], size, "init", index))
+        source, made = known[key]
+        if _is_zeros(made):
+            out[i] = put(None, leaf)
+            continue
+        loads = [values[p] for p in read]
+        reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
+        num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
+        shards, first = (size * num, index * num) if leaf.layout.axes else (num, 0)
+        if num > 1 and not any(node.target is cut for node in _shard_of(source, shards, first).graph.nodes):
+            out[i] = put(_parts(source, loads, leaf, mesh, shards, range(first, first + num)), leaf)
+        else:
+            out[i] = put(_value(made, loads, leaf, mesh), leaf)
     return out
+
+
+def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
+    """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
+    numel = leaf.shard_numel(mesh)
+    least = -(-numel * leaf.dtype.itemsize // PART)
+    return next((num for num in range(max(least, 1), 8 * least + 1) if numel % num == 0), 1)
+
+
+def _parts(source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: int, indices: range) -> Iterator[torch.Tensor]:
+    for index in indices:
+        (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
+        yield part.to(device=mesh.device, dtype=leaf.dtype)
+        del part  # not alive while the next one is made
+
+
+def _shard_of(source: Recorded, shards: int, index: int) -> Recorded:
+    """The function that makes one of so many shards of what another makes from whole inputs."""
+    return constants_for_shapes(propagate(source, {}, [True], shards, "init", index))
 
 
 def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:
@@ -89,7 +122,7 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
-    return made.target is aten.zeros.default or (made.target is aten.full.default and made.args[1] == 0 and math.copysign(1.0, made.args[1]) > 0)
+    return made.target is aten.zeros.default or (made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False"))  # not -0.0
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import Layout, Leaf, leaf_of, place, shard, ties
+from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
 from fzero.lower import (
     Lowered,
     abstract,
     abstract_params,
     auto_of,
     batch_inputs,
+    compute_leaves,
     extra_leaves,
     lower_inputs,
     offloads,
@@ -33,7 +34,7 @@ from fzero.lower import (
     resolve,
     zero_of,
 )
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -121,7 +122,7 @@ class CompiledStep(_Compiled):
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
         self._params: Inputs | None = None
-        self._of: tuple[Any, Any] | None = None  # the trees of the state that was checked last; self._params describes the first
+        self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
@@ -130,12 +131,14 @@ class CompiledStep(_Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: none: every rank computes its own shards.
+        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
-            made shard by shard, what cannot be is made whole and cut.
+            made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
+            through two buffers of 16 MiB, before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
             TraceError: an init function that draws from torch's global generator instead of its key.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
@@ -149,7 +152,7 @@ class CompiledStep(_Compiled):
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "init")
 
-        def put(value: torch.Tensor | None, leaf: Leaf) -> torch.Tensor:
+        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
             return resting.put(value, leaf, places, self.mesh)
 
         def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
@@ -161,7 +164,10 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), {})
+        state = self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
+        return state
 
     def _resolve(self, params: Any) -> None:
         """Decides what the step leaves open of what rests where, for a tree of whole leaves."""
@@ -172,7 +178,8 @@ class CompiledStep(_Compiled):
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
-        leaves = resting.travelling(params, opt_state)
+        self._of = None  # the state before this one may go
+        leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
         tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
         if self.mesh.unified_memory:
             tiers[:2] = [({"device", "host"}, ""), (set(), "")]
@@ -184,7 +191,8 @@ class CompiledStep(_Compiled):
         if problems:
             fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
             raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
-        return resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
+        places = resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
+        return {leaf.path: x for leaf, x in zip(leaves, places, strict=True) if x is not None}
 
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
@@ -194,11 +202,12 @@ class CompiledStep(_Compiled):
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
                 called with, else what the checkpoint says.
 
-        Communication: none: every rank reads the ranges it needs.
-        Memory: this rank's part of the state.
+        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
             CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
 
@@ -213,11 +222,12 @@ class CompiledStep(_Compiled):
         meta = _abstract_state(inputs, opt_inputs)
         names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
         checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
-        read = checkpoint.read(path, names, self.mesh, into=self._places(inputs, opt_inputs, "restore"))
+        places = self._places(inputs, opt_inputs, "restore")
+        read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
-        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], {})
+        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], places, "restore")
 
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
@@ -234,7 +244,8 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for.
+            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
+            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
@@ -242,7 +253,8 @@ class CompiledStep(_Compiled):
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
-        return state, tree.unflatten(lowered.structure, outputs)
+        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
@@ -271,14 +283,28 @@ class CompiledStep(_Compiled):
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected))
+            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._copies(state, expected)
             if wrong:
-                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, "make it with this step's init or restore"))
+                away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
+                fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
+                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
             if self._params is None or (self._params.leaves, self._params.ties, self._params.structure) != (found.leaves, found.ties, found.structure):
                 self._params = found
-            self._of = (state.params, state.opt_state)
+            self._of = (state.params, state.opt_state, _first(state.params, state.opt_state))
+        for x in self._of[2]:
+            leaf_of(x)  # raises if the state was moved since
         assert self._params is not None
         return self._params
+
+    def _copies(self, state: State, params: Inputs) -> list[str]:
+        """How the copies to compute with differ from those that this step expects."""
+        copies = compute_leaves(self.step, self.mesh, params)
+        found = placed_inputs(state.extras.get("compute"), self.mesh, COMPUTE).leaves
+        here = {x.path: x for x in found}
+        pairs = [(here.get(leaf.path), leaf) for leaf in copies.values()]
+        return [
+            f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout
+        ]
 
     def _state(
         self,
@@ -288,7 +314,8 @@ class CompiledStep(_Compiled):
         opt: dict[int, torch.Tensor],
         step: torch.Tensor,
         key: torch.Tensor,
-        extras: dict[str, Any],
+        places: dict[str, torch.Tensor],
+        owner: str,
     ) -> State:
         leaves = extra_leaves()
         for inputs, values in ((params, made), (opt_state, opt)):
@@ -296,8 +323,14 @@ class CompiledStep(_Compiled):
                 place(x, inputs.leaves[i], self.mesh)
         step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
         key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
+        copies = compute_leaves(self.step, self.mesh, params)
+
+        def cast() -> dict[int, torch.Tensor]:
+            return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
+
+        extras = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
         state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
-        self._params, self._of = params, (state.params, state.opt_state)
+        self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
         return state
 
 
@@ -306,7 +339,7 @@ class CompiledEval(_Compiled):
 
     def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         super().__init__(step, mesh, backend, limits)
-        self._inputs_of: tuple[Any, Inputs] | None = None
+        self._inputs_of: tuple[Any, Inputs, Any] | None = None
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The outputs of `fn(params, *batch)`.
@@ -316,7 +349,9 @@ class CompiledEval(_Compiled):
             *batch: this rank's part of every argument.
         """
         if self._inputs_of is None or self._inputs_of[0] is not params:
-            self._inputs_of = (params, self._expect(params))
+            self._inputs_of = (params, self._expect(params), _first(params))
+        for x in self._inputs_of[2]:
+            leaf_of(x)  # raises if they were moved since
         inputs = self._inputs_of[1]
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat)
@@ -402,6 +437,11 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
         known = leaf_of(x)
         leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def _first(*trees: Any) -> list[torch.Tensor]:
+    """The first leaf of each tree that has any: a tree is moved as a whole."""
+    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
 
 
 def _differences(found: Inputs, expected: Inputs) -> list[str]:

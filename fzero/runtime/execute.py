@@ -19,6 +19,7 @@ from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
 from fzero.program.show import source
+from fzero.runtime.limits import limits_of
 
 
 def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
@@ -35,7 +36,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     memory = arenas["device"]
     part_of = functools.cache(functools.partial(_range, mesh))
     namespace: dict[str, Any] = {
-        **functions,
+        **{name: tiers.on_host(f) if program.functions[name].on == "host" else f for name, f in functions.items()},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "all_gather_start": carrier.all_gather_start,
         "reduce_scatter_start": carrier.reduce_scatter_start,
@@ -46,6 +47,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "disk_write_start": tiers.disk_write_start,
         "wait": functools.partial(_wait, carrier),
         "cast": _cast,
+        "buffer": lambda into: into,
         "take_shard": functools.partial(_take_shard, part_of),
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
@@ -55,14 +57,22 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     }
     exec(compile(text, filename, "exec"), namespace)
     run = namespace["train"] if "train" in namespace else namespace["evaluate"]
+    limits = limits_of(program, mesh) if "train" in namespace else None
+    if limits is not None:
+        namespace.update(limits.around(namespace))
 
     def whole_run(*trees: Any) -> tuple[Any, ...]:
+        if limits is not None:
+            limits.begin()
         carrier.begin(memory)
         outputs = run(*trees)
         tiers.end()
+        if limits is not None:
+            limits.end()
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
+    whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
 
 

@@ -11,6 +11,7 @@ from fzero.comm.collectives import gather
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.runtime.resting import load
+from fzero.step import lasting
 
 
 def whole(state: Any, mesh: Mesh) -> Any:
@@ -19,10 +20,12 @@ def whole(state: Any, mesh: Mesh) -> Any:
 
     def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
-            known, value = leaf_of(x), load(x, mesh.device)
-            if known is not None and known[0].layout.axes:
-                value = gather(mesh, value, known[0].layout.axes[0])[: known[0].numel].view(known[0].shape)
+            known = leaf_of(x)
+            sharded = known is not None and known[0].layout.axes
+            value = load(x, mesh.device if sharded else torch.device("cpu"))
+            if known is not None and sharded:
+                value = gather(mesh, value, sharded[0])[: known[0].numel].view(known[0].shape)
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 
-    return tree.map(read, state)
+    return tree.map(read, lasting(state))

@@ -6,11 +6,11 @@ A leaf that rests on the device is the tensor that was made; of every other its 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from fzero import layout
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.layout import Leaf, extent_of, place
@@ -31,8 +31,8 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
     return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
 
 
-def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], owner: str) -> dict[str, torch.Tensor]:
-    """Places, all zeros, for those of the leaves that do not rest on the device: in one allocation and one set of files, in their order.
+def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
+    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of files, in their order.
 
     Every rank calls it; if it fails on one rank it fails on all.
 
@@ -43,33 +43,64 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str], own
         TierError: not enough host memory.
     """
     on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
-    out: dict[str, torch.Tensor] = {}
+    places: dict[str, Iterator[torch.Tensor]] = {}
     if on_disk:
-        nbytes, local = sum(layout.span(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        nbytes, local = sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
-        out.update((leaf.path, x) for leaf, x in zip(on_disk, agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)), strict=True))
+        places["disk"] = iter(agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
         made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
-        out.update((leaf.path, place(x, leaf, mesh)) for leaf, x in zip(on_host, made, strict=True))
-    return out
+        places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
+    return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
 
 
-def put(value: torch.Tensor | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
-    """The resting tensor of a leaf with this value in it for the first time, None being zeros; the value itself if it rests on the device."""
+def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
+    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the device.
+
+    Args:
+        value: of the leaf as it rests; or its consecutive parts; or None for zeros.
+    """
     if leaf.layout.tier == "device":
-        value = torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device) if value is None else value
+        if not isinstance(value, torch.Tensor):
+            parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)
+            fill(value, parts or ())
         return place(value, leaf, mesh)
-    if value is not None and _bits(value).any():
-        store(value, places[leaf.path])
+    if isinstance(value, torch.Tensor):
+        if _bits(value).any():
+            copy(value, places[leaf.path])
+    elif value is not None:
+        fill(places[leaf.path], value)
     return places[leaf.path]
 
 
-def store(value: torch.Tensor, resting: torch.Tensor) -> None:
-    """Makes a value on any device that of a tensor of a state."""
-    if extent_of(resting) is None:
-        resting.copy_(value)
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+    """Makes consecutive parts the value of a tensor of a state."""
+    if extent_of(target) is None:
+        flat, at = target.reshape(-1), 0
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.reshape(-1))
+            at += part.numel()
+            del part  # not alive while the next one is made
     else:
-        disk.store(value, resting)
+        with disk.write_pieces(target) as write:
+            for part in parts:
+                write(part)
+                del part
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is on disk."""
+    if extent_of(target) is not None:
+        disk.store(source.detach(), target)
+    elif extent_of(source) is None:
+        target.copy_(source)
+    else:
+        fill(target, disk.pieces(source))
+
+
+def cast(resting: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Iterator[torch.Tensor]:
+    """The value of a tensor of a state in another dtype; of one on disk in parts."""
+    return resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:

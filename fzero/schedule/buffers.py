@@ -12,7 +12,8 @@ Until then the region stays taken. It costs nothing but the distance to the next
 loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
 
-Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait: a block's state that comes from disk is
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as is what a
+gather reads, which may lie in such a region: a block's state that comes from disk is
 updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
 """
 
@@ -60,11 +61,11 @@ class _Region:
         self.nbytes += numel * value.dtype.itemsize
         return slot
 
-    def add_leaf(self, numel: int, value: Value) -> _Slot:
-        """As `add`, with the room that a leaf takes on disk."""
-        slot = self.add(numel, value, layout.SECTOR)
-        self.align, self.nbytes = layout.SECTOR, slot.at + layout.span(numel * value.dtype.itemsize)
-        return slot
+    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[_Slot]:
+        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
+        *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
+        self.align, self.nbytes = layout.SECTOR, -(-self.nbytes // layout.SECTOR) * layout.SECTOR
+        return [_Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
 
     def written(self, number: int) -> None:
         self.first = number if self.first is None else min(self.first, number)
@@ -98,10 +99,10 @@ class _Placer:
                 for root in self.views.roots(name):
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            if line.op == "wait":  # a copy between tiers reads until it is waited for
+            if line.op == "wait":  # a copy between tiers and a gather read until they are waited for
                 for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
                     self.read[root] = max(self.read.get(root, -1), i)
-            elif line.op in COPIES:
+            elif line.op in COPIES or line.op == "all_gather_start":
                 self.copying[line.out[0].name] = copied(line)
             for value in line.out:
                 self.made[value.name] = i
@@ -137,6 +138,8 @@ class _Placer:
                 self._reduce(i, line)
             elif line.op in COPIES and not line.writes and not stays(line, self.mesh):
                 self._fetch(i, line)
+            elif line.op == "buffer":
+                self._leaves(i, line.out)
         if self.mesh.device_type == "cpu":
             for i, (line, _) in enumerate(self.lines):
                 if line.op in ("call", "cast") and not line.writes:
@@ -228,18 +231,23 @@ class _Placer:
     def _fetch(self, number: int, line: Line) -> None:
         """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
         wait = self.waits[line.out[0].name]
-        outs, disk = self.lines[wait][0].out, line.op == "disk_read_start"
-        region = self._region(outs[0].tier)
-        slots = [(region.add_leaf if disk else region.add)(_numel(v.held(self.mesh)), v) for v in outs]
-        self.into[number], self.into[wait] = list(slots), list(slots)
-        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
-        region.times.append((number, max(self._last(v.name) for v in outs)))
+        outs = self.lines[wait][0].out
+        self._leaves(number, outs)
+        self.into[wait] = list(self.into[number])
         for name in line.args:
             maker = self.made.get(name)
             if maker is not None and self.lines[maker][0].op == "cast" and maker not in self.into:
                 source = self._region(self.values[name].tier)
                 self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self._last(name)))
+
+    def _leaves(self, number: int, outs: Sequence[Value]) -> None:
+        """A region for values that come from a tier, or are to go to one."""
+        region = self._region(outs[0].tier)
+        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
+        self.into[number] = list(slots)
+        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
+        region.times.append((number, max(self._last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:
         """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
@@ -318,6 +326,8 @@ class _Views:
                 self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
             if line.op == "cast":
                 self.alone.add(line.out[0].name)
+            if line.op in ("take_shard", "take_part"):
+                self._of[line.out[0].name] = line.args[0]
             if line.op != "call":
                 continue
             if line.fn not in found:

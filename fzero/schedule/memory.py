@@ -229,7 +229,7 @@ def roles(program: Program) -> dict[str, str]:
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
-    known = {name: role if role in ROLES else "other" for name, role in known.items()}
+    known = {name: role if role in ROLES else "params" if role == "compute" else "other" for name, role in known.items()}
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
     gradients: set[str] = set()  # what the update reads of the backward, and what that was made of without a function between
@@ -277,6 +277,8 @@ def _copies(program: Program) -> dict[str, str]:
             started[line.out[0].name] = line
         elif line.op == "wait" and line.args[0] in started:
             out.update((v.name, out.get(a, a)) for v, a in zip(line.out, copied(started[line.args[0]]), strict=False))
+        elif line.op == "buffer":
+            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
         elif line.op == "cast" and line.args[0] in out:  # on the way
             out[line.out[0].name] = out[line.args[0]]
     return out

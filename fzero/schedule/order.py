@@ -48,6 +48,7 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
         lines = _raise(lines, {_GATHER}, state, choice.ahead)
         if not program.mesh.unified_memory:
             lines = _raise(lines, {"to_device_start"}, state, choice.ahead)
+            lines = _raise(lines, {"to_host_start"}, state, len(lines))
         lines = _raise(lines, {"disk_read_start"}, state, choice.ahead)
         return tuple(_pair_updates(_sink_waits(lines)))
 
@@ -153,16 +154,15 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
     fetched = {v.name for x in lines if x.op == "wait" and x.args[0] in fetches for v in x.out}
-    number = {id(x): i for i, x in enumerate(lines)}
     blocks = {id(x) for x in lines if _is_block(x) or (x.op == "call" and (x.writes or not fetched.isdisjoint(x.args)))}
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
     out: list[Line] = []
     passed = 0  # blocks in `out`
 
-    def upstream(line: Line) -> tuple[dict[int, Line], set[int], bool]:
+    def upstream(line: Line) -> tuple[set[int], set[int], bool]:
         """The lines that come along, those that must come before, and whether one of these writes what is moved."""
-        carried: dict[int, Line] = {}
+        carried = set[int]()
         makers, written = set[int](), set[int]()
         todo = [line]
         while todo:
@@ -171,7 +171,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
                 written.update(map(id, writers.get(a, ())))
                 if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
                     todo += [] if id(maker) in carried else [maker]
-                    carried[id(maker)] = maker
+                    carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
         return carried, makers | written, bool(written)
@@ -179,18 +179,17 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
     for line in lines:
         if line.op in kinds and not line.writes:
             carried, needed, written = upstream(line)
-            moved = set(carried)
             left = passed + 1 if written else min(ahead, passed)  # blocks that it may start before
             after: list[Line] = []  # from the last
+            along: list[Line] = []  # those that come along, but for any that stand before that place already
             while out and left and id(out[-1]) not in needed:
-                if id(last := out.pop()) in moved:
-                    moved.remove(id(last))
+                last = out.pop()
+                if id(last) in carried:
+                    along.append(last)
                 else:
                     after.append(last)
                     left -= id(last) in blocks
-            if moved:
-                out = [x for x in out if id(x) not in moved]
-            out += [*sorted(carried.values(), key=lambda x: number[id(x)]), line, *reversed(after)]
+            out += [*reversed(along), line, *reversed(after)]
         else:
             out.append(line)
             passed += id(line) in blocks

@@ -217,7 +217,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
-        mfu=flops / timeline.step_seconds / found.rate(_compute_dtype(program)) if timeline.step_seconds else 0.0,
+        mfu=flops / timeline.step_seconds / found.rate(compute_dtype(program)) if timeline.step_seconds else 0.0,
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),
@@ -280,7 +280,7 @@ def parse_bytes(size: Any) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _compute_dtype(program: Program) -> torch.dtype:
+def compute_dtype(program: Program) -> torch.dtype:
     """The dtype that most products run in."""
     flops: dict[torch.dtype, float] = {torch.float32: 0.0}
     for line, times in program.walk():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ class Offload(Transform):
 
     def __str__(self) -> str:
         """The tier, the roles, and what is not as by default."""
-        shown = [f"{self.tier!r}", repr(self.of if len(self.of) > 1 else self.of[0])]
+        shown = [f"{self.tier!r}", repr(self.of) if len(self.of) > 1 else repr(*self.of)]
         for f in fields(self)[2:]:
             if (value := getattr(self, f.name)) != f.default:
                 value = value[0] if f.name == "path" and len(value) == 1 else value
@@ -61,7 +61,7 @@ class Offload(Transform):
 
 def offload(
     step: Any = None,
-    tier: str | None = None,
+    tier: str | Sequence[str] | None = None,
     of: str | Sequence[str] | None = None,
     *,
     path: Path | Sequence[Path] | None = None,
@@ -119,8 +119,8 @@ def offload(
     tier = "cpu" if tier is None else tier
     of = (ROLES if tier == "auto" else "opt_state") if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
-    paths = () if path is None else (path,) if isinstance(path, (str, os.PathLike)) else tuple(path) if isinstance(path, (list, tuple)) else (path,)
-    if tier not in (*TIERS, "auto"):
+    paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
+    if not isinstance(tier, str) or tier not in (*TIERS, "auto"):
         problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, (*TIERS, 'auto')))}")
     if odd := [role for role in roles if role not in ROLES]:
         problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
@@ -148,13 +148,21 @@ def offload(
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
         raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
-    return applied(Offload(tier, ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
+    return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
+
+
+class Tiers(NamedTuple):
+    """Where a parameter rests, its optimizer state, and the copy that is computed with, if it is a master: each one of `layout.TIERS`."""
+
+    param: str
+    opt_state: str
+    copy: str
 
 
 def tiers_of(
     records: Sequence[Offload], params: Sequence[Leaf], ties: Sequence[int] | None = None, casts: Callable[[Leaf], bool] = lambda leaf: False
-) -> list[tuple[str, str]]:
-    """Of each parameter the tier it rests on and that of its optimizer state, each one of `layout.TIERS`.
+) -> list[Tiers]:
+    """Of each parameter the tier it rests on, and those of what goes with it.
 
     Args:
         records: those of a step.
@@ -175,7 +183,8 @@ def tiers_of(
     out = []
     for t in ties:
         state = by_role["opt_state"].get(t, "device")
-        out.append((by_role["params"].get(t, state if casts(params[t]) else "device"), state))
+        param = by_role["params"].get(t, "device")
+        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param))
     return out
 
 

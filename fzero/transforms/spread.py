@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from fzero.layout import Leaf
 from fzero.program.base import identifier
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
@@ -50,7 +51,7 @@ class _Rewrite:
             placement = self.local if leaf is None else Placement("shard", leaf.layout.axes) if leaf.layout.axes else WHOLE
             self.placement[value.name] = placement
             inputs.append(replace(value, placement=placement))
-            if leaf is not None and leaf.role == "params" and leaf.layout.axes:
+            if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
         lines = self._lines(self.program.lines)
         return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=tuple(self.renamed.get(o, o) for o in self.program.outputs))
@@ -89,6 +90,10 @@ class _Rewrite:
                             out += self._reduce_sums(sums)
         return out
 
+    def _param(self, name: str) -> Leaf:
+        """The parameter that a value is to be the whole of."""
+        return self.program.leaves[self.program.leaves[self.leaf_of[name][0]].master]
+
     def _owner(self, leaf: str) -> int:
         return self.program.owners.get(leaf, -1)
 
@@ -97,7 +102,7 @@ class _Rewrite:
     def _reads(self, line: Line) -> tuple[Line, list[Line]]:
         """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
         wanted = [a for a in dict.fromkeys(line.args) if a in self.leaf_of]
-        fresh = [a for a in wanted if self.zero.params(self.program.leaves[self.leaf_of[a][0]])]
+        fresh = [a for a in wanted if self.zero.params(self._param(a))]
         lines = self._keep(a for a in wanted if a not in fresh)
         names = {a: self.kept[a] for a in wanted if a not in fresh}
         gathered, more = self._gather(fresh)
@@ -106,7 +111,7 @@ class _Rewrite:
     def _keep(self, args: Iterable[str]) -> list[Line]:
         """Gathers, once a step, the parameters that stay whole until its end."""
         wanted = [a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept]
-        wanted = [a for a in wanted if not self.zero.params(self.program.leaves[self.leaf_of[a][0]])]
+        wanted = [a for a in wanted if not self.zero.params(self._param(a))]
         lines: list[Line] = []
         groups: dict[int, list[str]] = defaultdict(list)
         for a in wanted:

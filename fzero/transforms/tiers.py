@@ -2,7 +2,8 @@
 
 Lines compute on the device, but for those of the optimizer that read what rests elsewhere: they compute on the host, unless `update_on` says otherwise, and
 gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it, cast on the host if it is computed in another dtype; one
-that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together.
+that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together. What a block's backward has read
+from disk its update does not read again, if it follows at once.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class _Rewrite:
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
         self.update_on = next((r.update_on for r in records if r.update_on != "auto"), update_on)
+        self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
+        self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
 
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
@@ -69,19 +72,30 @@ class _Rewrite:
         if line.op == "loop":
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             body = tuple(self._lines(line.body))
-            self.lies = outside
+            self.lies, self.recent = outside, []
             return [replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device":
             return self._cast(line)
-        if line.op == "take_shard" and self._tier(source) != "device":
-            return self._on("host", line)
+        if line.op == "take_shard":
+            self.parts.add(line.out[0].name)
+            return self._on("device" if self._tier(source) == "device" else "host", line)
         if line.op == "assign":
             return self._assign(line)
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
-            off = any("device" not in self._at(a) for a in line.args)
-            return self._on("host" if off and self.update_on == "host" else "device", line)
-        return [*self._on("device", line), *self._rest(line)]
+            self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
+            return self._on(self._side(line), line)
+        lines = self._on("device", line)
+        if line.attrs.get("backward") or line.by == "fuse":
+            num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
+            self.recent = [*self.recent, self._read_by(lines)][-num:]
+        return [*lines, *self._rest(line)]
+
+    def _side(self, line: Line) -> str:
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device."""
+        state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
+        off = sum(n for a, n in state.items() if "device" not in self._at(a))
+        return "host" if off and self.update_on == "host" and 2 * off >= sum(state.values()) else "device"
 
     # --- where values lie ---
 
@@ -125,7 +139,9 @@ class _Rewrite:
             for a in scalars:
                 self.lies[a] = {**self._at(a), tier: names[a]}
         absent = [a for a in absent if a not in scalars]
-        given = {a: self.resting[a] for a in absent if a in self.resting}
+        given = self._buffers(line, absent, tier, lines)
+        absent = [a for a in absent if a not in given]
+        given |= {a: self.resting[a] for a in absent if a in self.resting}
         given |= {a: self._at(a)["host"] for a in absent if a not in given and "host" in self._at(a) and a not in self.casts}
         given |= {a: self._at(a)["device"] for a in absent if a not in given and "device" in self._at(a) and a not in self.casts}
         sources = {a: self.casts[a].args[0] if a in self.casts else a for a in absent}
@@ -143,6 +159,19 @@ class _Rewrite:
         travel = [a for a in absent if self._tier(given[a]) != tier]
         arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
         return {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}, lines + more
+
+    def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
+        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed with."""
+        unified = self.program.mesh.unified_memory
+        names = [a for a in absent if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)]
+        if not names:
+            return {}
+        out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
+        lines.append(self._made(Line("buffer", (), out, attrs={"leaves": tuple(names), "on": tier}, by="offload")))
+        return dict(zip(names, (v.name for v in out), strict=True))
+
+    def _role(self, name: str) -> str:
+        return self.program.leaves[name].role if name in self.program.leaves else ""
 
     def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
         """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait."""
@@ -171,7 +200,9 @@ class _Rewrite:
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
             how = "disk_write" if to == "disk" else f"to_{to}"
-            if targets:
+            if targets and to == tier:
+                lines.append(Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"))
+            elif targets:
                 handle = self._handle(how)
                 args = (*targets, *(written[t] for t in targets))
                 lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
@@ -185,6 +216,11 @@ class _Rewrite:
     def _made(self, line: Line) -> Line:
         self.values.update((v.name, v) for v in line.out)
         return line
+
+    def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
+        """The leaves that these lines read from disk, and their copies on the host."""
+        reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
+        return {leaf: v.name for x in lines if x.op == "wait" and x.args[0] in reads for leaf, v in zip(reads[x.args[0]], x.out, strict=True)}
 
     # --- lines of their own kind ---
 
@@ -206,9 +242,10 @@ class _Rewrite:
         """Values put over leaves: those that rest on the device where they are, the others travel."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
-        away = {t: pairs[t] for t in pairs if t not in here}
         lines = self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
-        return lines + self._store(away, "device")
+        for tier in ("device", "host"):
+            lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
+        return lines
 
     # --- activations ---
 

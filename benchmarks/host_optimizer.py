@@ -1,0 +1,265 @@
+"""An optimizer on the host: fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32 and with bf16 in and out.
+
+    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes, and one more to build DeepSpeed's operator
+    python benchmarks/host_optimizer.py --avx2          # everything as on a CPU without AVX-512
+
+fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state where the host tier puts one. Everybody updates the same tensors,
+so that all have the same distances between leaves, which decide more than code does. In a round everyone has one turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Group, passed_on, publish, rss_mib, serve, verdict
+
+LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.01, (0.9, 0.999), 1e-8
+PAUSE_S = 0.02  # before a turn: threads of the one before that still spin go to sleep
+BYTES = {  # a parameter, read and written
+    "fzero AdamW": 28,
+    "fzero AdamW, bf16 in and out": 28,
+    "fzero Lion": 20,
+    "fzero, a user's own": 20,
+    "torch fused": 28,
+    "cast, fused, cast": 40,
+    "cast, fused, cast, buffers kept": 40,
+    "DeepSpeedCPUAdam": 28,
+    "DeepSpeedCPUAdam bf16": 22,
+    "DeepSpeedCPUAdam bf16, moments too": 14,
+    "copy_": 8,
+}
+LIMITS = [  # of the first one's time over the second's
+    ("fzero AdamW", "torch fused", 1.05),
+    ("fzero AdamW", "DeepSpeedCPUAdam", 1.0),
+    ("fzero AdamW, bf16 in and out", "fzero AdamW", 1.25),
+    ("fzero AdamW, bf16 in and out", "DeepSpeedCPUAdam bf16", 0.35),
+    ("fzero AdamW, bf16 in and out", "cast, fused, cast", 0.35),
+]
+SAME_RATE = 1.05  # of AdamW's time a byte, for other optimizers
+RESTING = 12.2  # bytes a parameter
+
+
+# --- everybody ---
+
+
+def worker(args: argparse.Namespace) -> None:
+    os.environ["FZERO_MALLOC"] = "default"  # peers allocate as they do without fzero; its update does not
+    import torch
+    from updates import in_bf16, signed_root, update_of
+
+    import fzero as fz
+    from fzero import optim
+    from fzero.comm.host import host_tensors
+    from fzero.runtime.build import build
+
+    torch.set_num_threads(args.threads)
+    mesh = fz.make_mesh(device="cpu")
+
+    def measure(leaves: int) -> dict[str, Any]:
+        if args.avx2:
+            _without_avx512()
+        total = int(args.millions * 2**20)
+        sizes = [total // leaves] * leaves
+        adamw = update_of(optim.adamw(LR, *BETAS, eps=EPS, weight_decay=WEIGHT_DECAY), sizes)
+        updates = {
+            "fzero AdamW": adamw,
+            "fzero AdamW, bf16 in and out": in_bf16(adamw),
+            "fzero Lion": update_of(optim.lion(LR, weight_decay=WEIGHT_DECAY), sizes),
+            "fzero, a user's own": update_of(signed_root(LR), sizes),
+        }
+        built = build({name: update.function for name, update in updates.items()}, "inductor", mesh)
+
+        before = rss_mib()
+        roles = "params", "mu", "nu"
+        state = iter(host_tensors([((size,), torch.float32) for _ in roles for size in sizes], mesh))
+        params, mu, nu = ([next(state).fill_(0) for _ in sizes] for _ in roles)
+        resting = (rss_mib() - before) * 2**20 / total
+        dtypes = torch.float32, torch.float32, torch.bfloat16, torch.bfloat16
+        buffers = iter(host_tensors([((size,), dtype) for dtype in dtypes for size in sizes], mesh))
+        grads, kept, low_grads, low_params = ([next(buffers) for _ in sizes] for _ in dtypes)
+
+        generator = torch.Generator().manual_seed(0)
+        for g, low in zip(grads, low_grads, strict=True):
+            low.copy_(g.normal_(generator=generator))
+        tensors = {}
+        for i in range(leaves):
+            state_of = {f"params['w{i}']": params[i], f"opt_state.mu['w{i}']": mu[i], f"opt_state.nu['w{i}']": nu[i]}
+            tensors |= {**state_of, f"d_w{i}": grads[i], f"low_w{i}": low_params[i]}
+        low_tensors = {**tensors, **{f"d_w{i}": low for i, low in enumerate(low_grads)}}
+
+        def run(name: str) -> Callable[[], Any]:
+            own, update = built[name], updates[name]
+            values = {**(low_tensors if "bf16" in name else tensors), **update.scalars}
+            given = [values[n] for n in update.names]
+            return lambda: own(*given)
+
+        steps = [torch.tensor(1.0) for _ in sizes]
+
+        def fused(gradients: list[Any]) -> None:
+            options: Any = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "eps": EPS, "amsgrad": False, "maximize": False}
+            torch._fused_adamw_(params, gradients, mu, nu, [], steps, **options)
+
+        def cast_fused_cast() -> list[Any]:
+            fused([g.float() for g in low_grads])
+            return [p.bfloat16() for p in params]
+
+        def cast_fused_cast_kept() -> None:
+            for g, low in zip(kept, low_grads, strict=True):
+                g.copy_(low)
+            fused(kept)
+            for low, p in zip(low_params, params, strict=True):
+                low.copy_(p)
+
+        turns = {name: run(name) for name in updates}
+        turns |= {"torch fused": lambda: fused(grads), "cast, fused, cast": cast_fused_cast, "cast, fused, cast, buffers kept": cast_fused_cast_kept}
+        turns |= _deepspeed(params, mu, nu, grads, low_params, low_grads)
+        turns["copy_"] = lambda: [k.copy_(g) for k, g in zip(kept, grads, strict=True)]
+
+        def one_update(turn: Callable[[], Any]) -> list[Any]:
+            """The beginning of every leaf after one update of ones."""
+            for p, m, v in zip(params, mu, nu, strict=True):
+                p.fill_(1)
+                m.zero_()
+                v.zero_()
+            turn()
+            return [p[: 1 << 16].clone() for p in params]
+
+        expected = one_update(turns["torch fused"])
+        for name in ("fzero AdamW", "DeepSpeedCPUAdam"):
+            if name in turns:
+                torch.testing.assert_close(one_update(turns[name]), expected, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(one_update(turns["fzero AdamW, bf16 in and out"]), one_update(turns["cast, fused, cast, buffers kept"]), rtol=0, atol=1e-6)
+        one_update(turns["fzero AdamW, bf16 in and out"])
+        assert all(torch.equal(low, p.bfloat16()) for low, p in zip(low_params, params, strict=True))
+
+        wall: dict[str, list[float]] = {name: [] for name in turns}
+        cpu: dict[str, list[float]] = {name: [] for name in turns}
+        for turn_number in range(args.rounds + 1):
+            for name, turn in turns.items():
+                time.sleep(PAUSE_S)
+                seconds, of_threads = time.perf_counter(), time.process_time()
+                turn()
+                if turn_number:  # the first warms up
+                    wall[name].append(time.perf_counter() - seconds)
+                    cpu[name].append(time.process_time() - of_threads)
+        return {"leaves": leaves, "parameters": sum(sizes), "resting": resting, "wall_s": wall, "cpu_s": cpu}
+
+    serve({"measure": measure})
+    fz.close_mesh()
+
+
+def _deepspeed(params: list[Any], mu: list[Any], nu: list[Any], grads: list[Any], low_params: list[Any], low_grads: list[Any]) -> dict[str, Callable[[], Any]]:
+    """Its turns over the same tensors, if it is installed. In bf16 it has no fp32 masters; by default its moments are in fp32."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("deepspeed") is None:
+        return {}
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # builds an operator on the first run on a machine: a minute
+
+    def turn(values: list[Any], gradients: list[Any], moments: Any, **options: Any) -> Callable[[], Any]:
+        make: Any = DeepSpeedCPUAdam
+        leaves = [torch.nn.Parameter(torch.zeros(0, dtype=v.dtype)) for v in values]
+        optimizer = make(leaves, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True, **options)
+        for leaf, value, grad in zip(leaves, values, gradients, strict=True):
+            leaf.data, leaf.grad = value, grad
+        for leaf, m, v in zip(leaves, *moments, strict=True) if moments else ():
+            optimizer.state[leaf].update(step=0, exp_avg=m, exp_avg_sq=v)
+        return optimizer.step
+
+    return {
+        "DeepSpeedCPUAdam": turn(params, grads, (mu, nu)),
+        "DeepSpeedCPUAdam bf16": turn(low_params, low_grads, (mu, nu)),
+        "DeepSpeedCPUAdam bf16, moments too": turn(low_params, low_grads, None, fp32_optimizer_states=False),
+    }
+
+
+def _without_avx512() -> None:
+    """Everybody compiles for AVX2; ATEN_CPU_CAPABILITY, which main sets, has torch's own operators follow."""
+    import torch._inductor.config as config
+
+    config.cpp.simdlen = 256
+    try:
+        from deepspeed.ops.op_builder import builder
+    except ImportError:
+        return
+    made: Any = builder.OpBuilder
+    made.cpu_arch = lambda self: "-march=x86-64-v3"
+    made.simd_width = lambda self: "-D__AVX256__"
+
+
+# --- what it comes to ---
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        worker(args)
+        return
+    if args.avx2:
+        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions_avx2")}
+    found = []
+    for leaves in args.leaves:
+        flags = [*passed_on(args, "threads", "rounds", "millions"), *(["--avx2"] if args.avx2 else [])]
+        with Group(__file__, 1, flags, threads=args.threads, timeout=3000) as group:
+            found += group.ask("measure", leaves=leaves)
+    report(args, found)
+
+
+def report(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
+    rows, notes = [], []
+    for x in found:
+        wall, total, where = x["wall_s"], x["parameters"], f"{x['leaves']} {'leaf' if x['leaves'] == 1 else 'leaves'}"
+
+        def ratio(one: str, other: str, wall: Any = wall) -> float:
+            """The median of those of the rounds."""
+            return statistics.median(a / b for a, b in zip(wall[one], wall[other], strict=True))
+
+        for name in wall:
+            seconds = statistics.median(wall[name])
+            milliseconds = [f"{1e3 * s:.1f}" for s in (seconds, min(wall[name]), statistics.median(x["cpu_s"][name]))]
+            rows.append((f"{name}, {where}", *milliseconds, BYTES[name], f"{BYTES[name] * total / seconds / 1e9:.1f}", f"{ratio(name, 'torch fused'):.2f}"))
+        for one, other, limit in LIMITS:
+            if other in wall:
+                notes.append(f"{where}: {one}: {ratio(one, other):.2f} x {other}, at most {limit:g} wanted: {verdict(ratio(one, other), limit)}")
+        for name in ("fzero Lion", "fzero, a user's own"):
+            slower = ratio(name, "fzero AdamW") * BYTES["fzero AdamW"] / BYTES[name]
+            notes.append(f"{where}: {name}: {slower:.2f} x AdamW's time a byte, at most {SAME_RATE:g} wanted: {verdict(slower, SAME_RATE)}")
+        notes.append(f"{where}: masters and moments take {x['resting']:.2f} bytes a parameter, at most {RESTING:g} wanted: {verdict(x['resting'], RESTING)}")
+        if "DeepSpeedCPUAdam" not in wall:
+            notes.append("DeepSpeed is not installed: `pip install -e '.[bench]'`")
+    columns = ("", "ms", "least ms", "CPU ms", "bytes a parameter", "GB/s", "x fused")
+    size = f"{found[0]['parameters'] / 2**20:g} x 2^20 parameters"
+    notes = [
+        f"{size}, {args.threads} threads{', AVX2' if args.avx2 else ''}; medians of {args.rounds} rounds, ratios within a round.",
+        "Cast, fused, cast: gradients to fp32, torch's fused AdamW, parameters to bf16, in memory allocated anew as torch does by default; or in buffers kept. "
+        "DeepSpeed in bf16 has no fp32 masters.",
+        *notes,
+    ]
+    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
+    publish(args.name, "An optimizer on the host", columns, rows, notes, {"settings": settings, "points": found}, args.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--leaves", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--millions", type=float, default=64.0, help="of parameters, times 2^20")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--avx2", action="store_true", help="as on a CPU without AVX-512")
+    parser.add_argument("--name", default="host_optimizer", help="of the files in --out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
