@@ -64,7 +64,7 @@ class _Region:
     def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[_Slot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
         *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
-        self.align, self.nbytes = layout.SECTOR, -(-self.nbytes // layout.SECTOR) * layout.SECTOR
+        self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
         return [_Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
 
     def written(self, number: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.layout import span
+from fzero.layout import padded
 from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays
 from fzero.program.show import last_reads
 from fzero.program.storages import storage_of
@@ -46,7 +46,7 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
 def disk_bytes(program: Program) -> int:
     """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next."""
     on_disk = (leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk")
-    return sum(span(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
+    return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
 
 
 def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:

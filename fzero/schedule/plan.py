@@ -77,7 +77,7 @@ class Plan:
         peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
         resting_bytes: the state on the device between steps.
         host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it.
-        disk_bytes: the scratch files: leaves on disk, each with what lies between it and the next (`layout.span`).
+        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
         mfu: model FLOPs utilisation: the share of the step that the device would need for `model_flops` at the rate it attains.
