@@ -155,8 +155,9 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
 
 @dataclass(frozen=True)
 class _Traced:
-    """The programs that a step can become, and the rest of what its trace told."""
+    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""
 
+    base: Program
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
@@ -202,14 +203,14 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
-    base = verify(_with_copies(base, step, mesh, params))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return _Traced(Variants(base, zero, num_micro, shapes), opt_state, structure, loops)
+    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
-    return compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
+    """The program with what is computed with beside the masters that rest off the device."""
+    return verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
 
 
 def _dtypes(step: Step | EvalStep) -> tuple[Callable[[Leaf], torch.dtype], Callable[[Leaf], torch.dtype]]:
@@ -245,7 +246,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced, casts = _traced(left, mesh, inputs, batch), zero_of(left, mesh).casts
+    traced = _traced(left, mesh, inputs, batch)
     mirrored = mirrors(traced.opt_state.leaves, inputs)
 
     def with_(records: Sequence[Offload]) -> Step:
@@ -253,13 +254,13 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
 
     def build(records: Sequence[Offload]) -> Variants:
         asked = with_(records)
-        tiers = tiers_of(offloads(asked), inputs.leaves, inputs.ties, casts)
-        params = tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(inputs.leaves, tiers, strict=True))
-        on = {leaf.path: leaf.layout.tier for leaf in params}
+        rests = params_inputs(asked, mesh, params)
+        tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
+        on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
         on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
-        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.variants.base.leaves.items()}
-        base = replace(traced.variants.base, leaves=leaves, transforms=asked.transforms)
-        return traced.variants.of(_with_copies(base, asked, mesh, replace(inputs, leaves=params)))
+        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.base.leaves.items()}
+        base = replace(traced.base, leaves=leaves, transforms=asked.transforms)
+        return traced.variants.like(_with_copies(base, asked, mesh, rests))
 
     records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory)
     return with_(records), (decision,)

@@ -50,15 +50,11 @@ class Variants:
         self._finished: dict[Any, Program] = {}
         self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
 
-    def of(self, base: Program) -> Variants:
-        """Those of another base program of the same step, whose leaves rest on other tiers."""
+    def like(self, base: Program) -> Variants:
+        """Those of another base program with the same blocks."""
         out = Variants(base, self._zero, self._num_micro, self._batch)
         out._blocks = self._blocks
         return out
-
-    @property
-    def base(self) -> Program:
-        return self._base
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
