@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-MAX_RANKS = 3
+MAX_RANKS = 4
 GRACE = 10.0  # seconds that the other ranks get to finish or fail once one rank has failed
 _NUM_LOG_BYTES = 4000  # of what a rank printed, shown with an error
 

@@ -177,5 +177,5 @@ def test_a_rank_that_dies_is_reported_and_the_pool_recovers(run_ranks):
 
 def test_rank_counts_are_checked(run_ranks):
     with pytest.raises(ValueError) as caught:
-        run_ranks(4, _process)
+        run_ranks(5, _process)
     assert "1 to 3" in str(caught.value)

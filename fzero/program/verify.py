@@ -145,7 +145,7 @@ class _Checker:
         elif line.op == "buffer":
             self.aliases.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
         elif line.op == "take_shard":
-            self.aliases[line.out[0].name] = line.args[0]
+            self.aliases[line.out[0].name] = self._root(line.args[0])
             if args[0].placement.kind != "whole" or line.out[0].placement.kind != "shard":
                 self._add(line, f"takes a shard of {args[0]}")
         elif line.op == "accumulate":
