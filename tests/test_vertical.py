@@ -240,7 +240,9 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     for i, line in enumerate(lines):
         if line.op == "to_device_start" and not line.writes:
             brought = {v.name for v in waits[line.out[0].name].out}
-            reader = next(k for k, x in enumerate(lines) if "joint" in x.attrs and not brought.isdisjoint(x.args))
+            reader = next((k for k, x in enumerate(lines) if "joint" in x.attrs and not brought.isdisjoint(x.args)), None)
+            if reader is None:  # what the update leaves on the device
+                continue
             passed = sum("joint" in x.attrs for x in lines[i:reader])
             micro = lines[reader].attrs["micro"][0]
             assert micro == 0 or not any(a in program.leaves for a in line.args)
