@@ -152,6 +152,18 @@ def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
     return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
 
 
+def script_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """What a script takes whose results are `name`, and which starts itself as its workers."""
+    parser.add_argument("--name", default=name, help="of the files in --out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def settings(args: argparse.Namespace, *hidden: str) -> dict[str, Any]:
+    """Flags as results keep them: without those about the run alone, or the machine's own."""
+    return {k: v for k, v in vars(args).items() if k not in ("worker", "out", *hidden)}
+
+
 def verdict(value: float, limit: float) -> str:
     return "met" if value <= limit else "MISSED"
 

@@ -35,6 +35,7 @@ class Contestant:
     gloo: bool = False  # of fzero, whose ranks on one host otherwise read each other's memory
     alone: str = ""
     optional: bool = False
+    offload: bool = False  # the optimizer's state in host memory, where it is updated
 
     @property
     def is_floor(self) -> bool:
@@ -59,6 +60,8 @@ CONTESTANTS = {
     "deepspeed_zero1": Contestant("DeepSpeed ZeRO-1", "deepspeed", 1),
     "deepspeed_zero2": Contestant("DeepSpeed ZeRO-2", "deepspeed", 2),
     "deepspeed_zero3": Contestant("DeepSpeed ZeRO-3", "deepspeed", 3),
+    "fzero_zero3_offload": Contestant("fzero ZeRO-3, optimizer on the host", "fzero", 3, optional=True, offload=True),
+    "deepspeed_zero3_offload": Contestant("DeepSpeed ZeRO-3, CPU optimizer", "deepspeed", 3, optional=True, offload=True),
     "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),  # minutes a step on a CPU without native bf16
     "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
     "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
@@ -156,6 +159,7 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     zero = (fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params)
     transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
     transforms += [fz.mixed_precision("bf16")] if contestant.bf16 else []
+    transforms += [fz.offload("cpu", "opt_state")] if contestant.offload else []
 
     def make() -> Step:
         step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)))
@@ -224,17 +228,18 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
 
     logger.setLevel(logging.WARNING)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # builds an operator on the first run on a machine: a minute
+    elsewhere = {"offload_optimizer": {"device": "cpu"}} if contestant.offload else {}
     settings = {
         "train_micro_batch_size_per_gpu": config.batch // args.parts,
         "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": contestant.stage},
+        "zero_optimization": {"stage": contestant.stage, **elsewhere},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as the other peers have
     }
 
     def make() -> Step:
         warnings.simplefilter("ignore", FutureWarning)  # of torch's, about names that DeepSpeed uses: several a step
         model = _module(config)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(args, model), config=settings)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(args, model, deepspeed=contestant.offload), config=settings)
 
         def run(batch: Any) -> Any:
             loss = engine(*batch)
@@ -258,9 +263,15 @@ def _module(config: Any) -> Any:
     return GPT(make_init(config)(fz.random.key(0)), config.heads)
 
 
-def _optimizer(args: argparse.Namespace, model: Any) -> Any:
+def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) -> Any:
+    """torch's AdamW, or the one that DeepSpeed wants where it keeps its state on the host, an operator that its first run on a machine builds: a minute."""
     import torch
 
+    if deepspeed:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        make: Any = DeepSpeedCPUAdam
+        return make(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
     options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
 

@@ -3,6 +3,7 @@
     python benchmarks/peers.py                      # 4 layers of width 512: about 11 minutes on 2 cores
     python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: 90 seconds a contestant
     python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
+    python benchmarks/peers.py --offload            # ZeRO-3 with the optimizer on the host, beside itself and DeepSpeed: 2 minutes
 
 All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A contestant is a pair of
 processes that steps when it is told to; the others wait. Rounds are short and many, each in an order of its own, so drift of the machine meets all alike;
@@ -40,7 +41,10 @@ CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, with
     ("fzero_zero3_gloo", "fsdp2_compile", None),
     ("fzero_zero2", "deepspeed_zero2", None),
     ("fzero_zero1", "deepspeed_zero1", None),
+    ("fzero_zero3_offload", "fzero_zero3", 1.05),
+    ("fzero_zero3_offload", "deepspeed_zero3_offload", 0.85),
 )
+OFFLOAD = ("fzero_zero3", "fzero_zero3_offload", "deepspeed_zero3_offload")
 LEAST_LIMIT = 1.1  # growth of ZeRO-3's peak over the closed form (contestants.least_bytes)
 PEAK_LIMIT = 0.7  # growth of the peak, ZeRO-3 over DDP, on the large model: the small one is mostly libraries
 LOSS_LIMIT = 1e-4  # relative, fp32
@@ -75,7 +79,7 @@ class Contest:
             found["resting_mib"].append(statistics.mean(x["resting_mib"] for x in settled))
         if not args.turns or number == 0:  # started anew, it would see the same batches again
             found["losses"] += _mean_losses(answers)
-        if CONTESTANTS[name].stage == 3 and CONTESTANTS[name].library == "fzero":
+        if CONTESTANTS[name].stage == 3 and CONTESTANTS[name].library == "fzero" and not CONTESTANTS[name].offload:
             found |= group.ask("planned")[0]
         if args.turns:
             self._groups.pop(name).close()
@@ -137,7 +141,8 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
         for kind in ("cpu_s", "wall_s"):
             if top not in found or bottom not in found:
                 continue
-            wanted = limit if kind == "cpu_s" or top.endswith("bf16") else None  # of bf16 both: the kernels differ, not the waits
+            both = top.endswith("bf16") or CONTESTANTS[top].offload  # of bf16 the kernels differ, not the waits; of what is offloaded both may
+            wanted = limit if kind == "cpu_s" or both else None
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
             name, middle = f"{top} / {bottom}, {kind}", statistics.median(each)
             data[name] = {"median": middle, "min": min(each), "max": max(each), "limit": wanted}
@@ -240,7 +245,7 @@ def _wanted(value: float, limit: float | None) -> str:
 def main() -> None:
     args = _arguments()
     missing = [n for n in CONTESTANTS if not installed(n)]
-    names = args.only or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
+    names = args.only or [n for n in OFFLOAD if args.offload and n not in missing] or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
     if missing:
         print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
     report(args, names, measure(args, names))
@@ -256,14 +261,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="a round")
     parser.add_argument("--turns", action=argparse.BooleanOptionalAction, help="one contestant alive at a time, started anew every round")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help=f"default: all but {', '.join(n for n, x in CONTESTANTS.items() if x.optional)}")
+    parser.add_argument("--offload", action="store_true", help=f"only {', '.join(OFFLOAD)}")
     contest_flags(parser)
-    parser.add_argument("--name", help="of the files in --out; default: peers, peers_large")
+    parser.add_argument("--name", help="of the files in --out; default: peers, peers_large, peers_offload")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     for flag, value in PRESETS[args.model].items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-    args.name = args.name or ("peers" if args.model == "small" else f"peers_{args.model}")
+    args.name = args.name or "_".join(["peers", *([args.model] if args.model != "small" else []), *(["offload"] if args.offload else [])])
     return args
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fzero as fz
@@ -29,35 +31,37 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def described(r: dict[str, Any]) -> str:
+    """The record of a step in a line."""
+    return f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB"
+
+
 @contextlib.contextmanager
-def progress(args: argparse.Namespace, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes the record of each step: to a live view on a terminal, to plain lines elsewhere, and to `--json`."""
+def progress(
+    args: argparse.Namespace, start: int, describe: Callable[[dict[str, Any]], str] = described, below: Callable[[dict[str, Any]], RenderableType] | None = None
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that takes the record of each step: to a live view on a terminal, with what is `below` it, to plain lines elsewhere, and to `--json`."""
     with contextlib.ExitStack() as stack:
-        live = file = None
+        live = file = bar = None
         losses: list[float] = []
         if RANK == 0 and args.json:
             lines = Path(args.json).read_text().splitlines(keepends=True) if args.resume and Path(args.json).exists() else []
             file = stack.enter_context(open(args.json, "w"))
             file.writelines(line for line in lines if json.loads(line)["step"] <= start)  # steps after the checkpoint come again
         if RANK == 0 and (console := Console()).is_terminal:
-            live = stack.enter_context(
-                Progress(
-                    TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn(), console=console
-                )
-            )
-            task = live.add_task("compiling ...", total=args.steps, completed=start)
+            bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+            task = bar.add_task("compiling ...", total=args.steps, completed=start)
+            live = stack.enter_context(Live(bar, console=console))
 
         def report(r: dict[str, Any]) -> None:
             losses.append(r["loss"])
             if file:
                 print(json.dumps(r), file=file, flush=True)
-            text = (
-                f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB"
-            )
-            if live:
-                live.update(task, completed=r["step"], description=f"{sparkline(losses)}  {text}")
+            if live and bar:
+                bar.update(task, completed=r["step"], description=f"{sparkline(losses)}  {describe(r)}")
+                live.update(Group(bar, below(r)) if below else bar)
             elif r["step"] in (start + 1, args.steps) or r["step"] % max(1, args.steps // 20) == 0:
-                say(f"step {r['step']:>{len(str(args.steps))}}/{args.steps}  {text}")
+                say(f"step {r['step']:>{len(str(args.steps))}}/{args.steps}  {describe(r)}")
 
         yield report
 
@@ -71,13 +75,13 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 # --- Stopping ---
 
-INTERRUPT = {"count": 0, "can_save": False}
+INTERRUPT = {"count": 0, "stepped": False}
 
 
 def on_interrupt(*_: object) -> None:
-    """Ctrl-C (torchrun passes it on, so it may come twice): after the running step, or at once if there is no step to save yet."""
+    """Ctrl-C (torchrun passes it on, so it may come twice): after the running step, or at once if there was none yet."""
     INTERRUPT["count"] += 1
-    if INTERRUPT["count"] == 1 and not INTERRUPT["can_save"]:
+    if INTERRUPT["count"] == 1 and not INTERRUPT["stepped"]:
         raise KeyboardInterrupt("stopped before the first step")
 
 
@@ -89,41 +93,78 @@ def any_rank(flag: bool, mesh: fz.Mesh) -> bool:
     return bool(flags)
 
 
-def parse_args(description: str | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = {"type": int, "metavar": "N"}
-    p.add_argument("--steps", **whole, default=250)
-    p.add_argument("--layers", **whole, default=4)
-    p.add_argument("--width", **whole, default=192)
-    p.add_argument("--heads", **whole, default=4)
-    p.add_argument("--seq", **whole, default=128, help="bytes a sequence")
-    p.add_argument("--batch", **whole, default=12, help="sequences a step, over all processes and micro-batches")
-    p.add_argument("--accumulate", **whole, default=2, help="micro-batches a step")
-    p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to compute in; masters, moments and reductions are fp32")
-    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
-    p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--seed", **whole, default=0)
-    p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
-    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, on any number of processes and --zero stage")
-    p.add_argument("--save-every", **whole, default=50)
-    p.add_argument("--json", metavar="FILE", help="one line a step")
-    p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
-    p.add_argument("--stop-on-nan", action="store_true")
+def exit_code(run: Callable[[], None]) -> int:
+    """Runs a script to its end, to Ctrl-C, or to an error that is the user's to mend, which is told once and without a traceback."""
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        run()
+    except KeyboardInterrupt as stop:
+        say(str(stop))
+        return 130
+    except fz.errors.FzeroError as error:  # raised on every rank alike
+        if INTERRUPT["count"] == 0 and RANK == 0:
+            print(error, file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        if INTERRUPT["count"] == 0:
+            raise
+        return 130  # another rank left first
+    fz.close_mesh()
+    return 0
+
+
+# --- Flags ---
+
+WHOLE: dict[str, Any] = {"type": int, "metavar": "N"}
+
+
+def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace], list[str]]) -> argparse.Namespace:
+    """The flags of this process; what is wrong with them is told by rank 0. Without `--backend` what can run here."""
     with contextlib.redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
         args = p.parse_args()
-        sizes = ("steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
-        problems = [f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1" for name in sizes if getattr(args, name) < 1]
-        if not problems and args.width % args.heads:
-            problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
-        elif not problems and args.width // args.heads % 2:
-            problems.append(f"--width {args.width} / --heads {args.heads} is odd: rotary positions turn pairs of features")
-        if not problems and args.batch % (WORLD * args.accumulate):
-            problems.append(f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {WORLD} processes x --accumulate {args.accumulate}")
-        if problems:
+        if problems := problems_of(args):
             p.error("; ".join(problems))
     if args.backend is None:
         args.backend = "inductor" if torch.cuda.is_available() or fz.has_compiler() else "eager"
         if args.backend == "eager":
             say("note: there is no C++ compiler, so nothing is compiled (--backend eager)")
     return args
+
+
+def below_one(args: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1" for name in names if getattr(args, name) < 1]
+
+
+def parse_args(description: str | None) -> argparse.Namespace:
+    """The flags of train_gpt.py."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--steps", **WHOLE, default=250)
+    p.add_argument("--layers", **WHOLE, default=4)
+    p.add_argument("--width", **WHOLE, default=192)
+    p.add_argument("--heads", **WHOLE, default=4)
+    p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
+    p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
+    p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
+    p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to compute in; masters, moments and reductions are fp32")
+    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
+    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--seed", **WHOLE, default=0)
+    p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
+    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, on any number of processes and --zero stage")
+    p.add_argument("--save-every", **WHOLE, default=50)
+    p.add_argument("--json", metavar="FILE", help="one line a step")
+    p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
+    p.add_argument("--stop-on-nan", action="store_true")
+
+    def problems_of(args: argparse.Namespace) -> list[str]:
+        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
+        if not problems and args.width % args.heads:
+            problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
+        elif not problems and args.width // args.heads % 2:
+            problems.append(f"--width {args.width} / --heads {args.heads} is odd: rotary positions turn pairs of features")
+        if not problems and args.batch % (WORLD * args.accumulate):
+            problems.append(f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {WORLD} processes x --accumulate {args.accumulate}")
+        return problems
+
+    return parsed(p, problems_of)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from console import INTERRUPT, RANK, any_rank, on_interrupt, parse_args, progress, say
+from console import INTERRUPT, RANK, any_rank, exit_code, parse_args, progress, say
 from einops import rearrange
 
 import fzero as fz
@@ -146,11 +145,11 @@ def run(args: argparse.Namespace) -> None:
                 raise fz.errors.FzeroValueError(
                     f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"
                 )
-            INTERRUPT["can_save"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
+            INTERRUPT["stepped"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
             if stop or done == args.steps or done % args.save_every == 0:
                 fz.checkpoint.save(args.out, state, keep=2, meta=vars(args))
             if stop and done < args.steps:
-                raise KeyboardInterrupt(f"stopped at step {done}")
+                raise KeyboardInterrupt(f"stopped at step {done}; continue with --resume")
     losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]
     say(f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in {args.out}")
     say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed)))
@@ -167,25 +166,5 @@ def sample(predict: Callable[..., torch.Tensor], params: Any, seq: int, key: tor
     return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in bytes(text).decode(errors="replace"))
 
 
-def main() -> int:
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        args = parse_args(__doc__)
-        run(args)
-    except KeyboardInterrupt as stop:
-        say(f"{stop}; continue with --resume" if INTERRUPT["can_save"] else str(stop))
-        return 130
-    except fz.errors.FzeroError as error:  # raised on every rank alike
-        if INTERRUPT["count"] == 0 and RANK == 0:
-            print(error, file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        if INTERRUPT["count"] == 0:
-            raise
-        return 130  # another rank left first
-    fz.close_mesh()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(lambda: run(parse_args(__doc__))))

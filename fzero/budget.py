@@ -1,8 +1,8 @@
 """A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches and reduced once,
-which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together. Every candidate is the finished program with
-its plan, so the peak that is compared with the budget is that of what runs.
+which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together, and on which side what rests off the device is
+updated. Every candidate is the finished program with its plan, so the peak that is compared with the budget is that of what runs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,38 @@ FARTHEST = 3  # blocks ahead that a gather is tried to start
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`."""
+    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
+    update_on: str = "host"
     because: str = field(default="", compare=False)
+    side_because: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of each rank, the device whose rates predict the step, the backend the program is for."""
+    """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is None; the device whose rates predict
+    the step, the backend the program is for. On a mesh of one memory for both, what the host has counts for the device."""
 
-    nbytes: int
+    nbytes: int | None
     device: Device
     backend: str = "inductor"
+    host: int | None = None
+    disk: int | None = None
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, int | None]:
+        """Of device, host and disk."""
+        return self.nbytes, self.host, self.disk
+
+    def over(self, peaks: tuple[int, int, int]) -> int:
+        """By how many bytes what it takes of device, host and disk is more than it may be; 0 if it fits."""
+        return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
 
 
-def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool) -> Choice | None:
+def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool, sides: Sequence[str] = ("host",)) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget; None if none fits.
 
     Args:
@@ -53,16 +67,18 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
         budget: to fit.
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
+        sides: that may compute the update, the one that takes less of the device's memory first.
     """
     peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend))
     time = _of(build, lambda program: step_seconds(program, budget.device, budget.backend))
-    fits = lambda choice: peak(choice) <= budget.nbytes  # noqa: E731
-    if not fits(least):
+    fits = lambda choice: not budget.over(peak(choice))  # noqa: E731
+    start = next((c for c in (replace(least, update_on=side) for side in sides) if fits(c)), None)
+    if start is None:
         return None
     found, because = [], ""
-    for base in (replace(least, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
+    for base in (replace(start, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
         if not fits(base):
-            because = f"added up whole they would take {_size(peak(base) - budget.nbytes)} more than the budget"
+            because = f"added up whole they would take {_size(budget.over(peak(base)))} more than the budget"
         else:
             keep = [lambda c: _keeps_most(c, fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
@@ -77,8 +93,29 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
     link = budget.device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
     orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(build(best), small) else [])]
-    refined = [replace(best, order=replace(o, ahead=n)) for o in orders for n in range(1, FARTHEST + 1)]
-    return min((c for c in refined if fits(c)), key=cost)
+    refined = [replace(best, order=replace(o, ahead=n), update_on=side) for side in sides for o in orders for n in range(1, FARTHEST + 1)]
+    fitting = [c for c in refined if fits(c)]
+    return _with_side(min(fitting, key=cost), [(c.update_on, time(c)) for c in fitting], sides)
+
+
+def choose_side(build: Callable[[Choice], Program], choice: Choice, budget: Budget, sides: Sequence[str]) -> Choice:
+    """The choice with the update on the side that is predicted to be faster, whatever memory that takes."""
+    if len(sides) == 1:
+        return choice
+    times = [(side, step_seconds(build(replace(choice, update_on=side)), budget.device, budget.backend)) for side in sides]
+    return _with_side(replace(choice, update_on=min(times, key=lambda x: x[1])[0]), times, sides)
+
+
+def _with_side(choice: Choice, times: Sequence[tuple[str, float]], sides: Sequence[str]) -> Choice:
+    """The choice, with the reason for its side: the best of the times found for each."""
+    best = {side: min((t for s, t in times if s == side), default=None) for side in sides}
+    for side, time in best.items():
+        if side != choice.update_on:
+            mine = best[choice.update_on]
+            assert mine is not None
+            why = f"on the {side} it would not fit" if time is None else f"{_seconds(mine)} a step, {_seconds(time)} with all of it on the {side}"
+            return replace(choice, side_because=why)
+    return choice
 
 
 def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> Callable[[Choice], Any]:
@@ -97,7 +134,7 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
     """What was open of a program that has been chosen: without a budget only what becomes of the gradients of micro-batches."""
     out = []
-    if budget is not None:
+    if budget is not None and budget.nbytes is not None:
         auto = find(program.transforms, Remat) == Remat("auto")
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
         out.append(Decision("remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"))
@@ -106,23 +143,25 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if shards else "reduced once a step"
         out.append(Decision("gradients", "shards" if shards else "whole", f"{how}: {why or 'it takes least, and there is no budget'}"))
-    if budget is not None:
+    if budget is not None and budget.nbytes is not None:
         out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
         out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
+    if choice.side_because:
+        out.append(Decision("update", f"on the {choice.update_on}", choice.side_because))
     return tuple(out)
 
 
-def unmet(found: Plan, nbytes: int, advice: Sequence[str] = ()) -> BudgetError:
-    """The error of a step whose least plan does not fit a budget of bytes."""
+def unmet(found: Plan, budget: Budget, advice: Sequence[str] = ()) -> BudgetError:
+    """The error of a step whose least plan does not fit its budgets."""
     roles = ", ".join(f"{role} {_size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n)
-    more = found.peak_bytes - nbytes
-    problems = [
-        f"a rank needs {_size(found.peak_bytes)}, {_size(more)} ({more:,} bytes) more than the {_size(nbytes)} it may have",
-        f"at: {found.peak_line.text.strip()}",
-        f"there: {roles}",
-        *advice,
-    ]
+    problems = []
+    for where, need, limit in zip(("", " of host memory", " on disk"), (found.peak_bytes, found.host_peak_bytes, found.disk_bytes), budget.limits, strict=True):
+        if limit is not None and (more := need - limit) > 0:
+            problems.append(f"a rank needs {_size(need)}{where}, {_size(more)} ({more:,} bytes) more than the {_size(limit)} it may have")
+            if not where:
+                problems += [f"at: {found.peak_line.text.strip()}", f"there: {roles}"]
+    problems += advice
     fix = f"{'apply what lowers it most, ' if advice else ''}use a smaller batch, or raise the budget"
     return BudgetError(message("memory_budget", "the step does not fit", problems, fix))
 
@@ -144,6 +183,10 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _size(nbytes: int) -> str:

@@ -41,6 +41,11 @@ class Storage(Protocol):
 
     def write(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
+    @property
+    def busy_seconds(self) -> float:
+        """Wall time during which something was being read or written."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Extent:
@@ -114,6 +119,16 @@ SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, be
 _EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
+def padded(nbytes: int) -> int:
+    """Bytes that a leaf takes on disk: whole sectors, which is what offsets, sizes and addresses of direct I/O are multiples of on every disk that is sold.
+
+    Example:
+        >>> padded(0), padded(1), padded(4096)
+        (0, 4096, 4096)
+    """
+    return -(-nbytes // SECTOR) * SECTOR
+
+
 def apart(sizes: Sequence[int]) -> list[int]:
     """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each at a sector, with a gap of 68 KiB
     behind every 16 MiB.
@@ -130,7 +145,7 @@ def apart(sizes: Sequence[int]) -> list[int]:
     for nbytes in sizes:
         out.append(at + at // _EVERY * _GAP)
         end = out[-1] + nbytes
-        at += -(-nbytes // SECTOR) * SECTOR
+        at += padded(nbytes)
     return [*out, end]
 
 

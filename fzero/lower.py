@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fzero import compat, tree
-from fzero.budget import Budget, Choice, choose, decided, unmet
-from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
+from fzero.auto import check_auto, choose_tiers
+from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
@@ -31,7 +32,7 @@ from fzero.program.verify import verify
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
-from fzero.schedule.plan import Plan, parse_bytes, plan
+from fzero.schedule.plan import Decision, Plan, parse_bytes, plan
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
@@ -49,10 +50,11 @@ class Lowered:
     opt_state: Inputs | None
     batch: Inputs
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
-    budget: Budget | None = None
+    budget: Budget | None = None  # with nothing but rates where there is none
     choice: Choice = field(default_factory=Choice)  # what the budget chose
     device: Device | None = None  # that `plan` is for, and its backend
     backend: str = "inductor"
+    chosen: tuple[Decision, ...] = ()  # before it was lowered
 
     def __str__(self) -> str:
         return str(self.program)
@@ -64,7 +66,7 @@ class Lowered:
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or of a calibration file."""
-        return plan(self.program, device, backend=backend, decisions=decided(self.program, self.choice, self.budget))
+        return plan(self.program, device, backend=backend, decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)))
 
 
 def lower(
@@ -74,6 +76,8 @@ def lower(
     batch: Any,
     *,
     memory_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
     device: Device | str | None = None,
     backend: str = "inductor",
 ) -> Lowered:
@@ -86,11 +90,15 @@ def lower(
         batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
             most two blocks' parameters whole.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files. What they are is
+            `Plan.host_peak_bytes` and `disk_bytes`.
         device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
             is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.
 
     Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
+
+    A step with `offload("auto")` is resolved first, for this batch and these budgets: `plan.decisions` says to what, and why.
 
     Example:
         >>> import torch, fzero as fz
@@ -114,24 +122,49 @@ def lower(
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         axes: dict[str, Any] = mesh.axes
         mesh = AbstractMesh(device_type=kind, **axes)
-    budget = None if memory_budget is None else Budget(parse_bytes(memory_budget), rates, backend)
-    return replace(lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget), device=rates, backend=backend)
+    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    budget, chosen = Budget(nbytes, rates, backend, host, disk), ()
+    if isinstance(step, Step):
+        step, chosen = resolve(step, mesh, params, batch_inputs(batch), budget)
+    lowered = lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget)
+    return replace(lowered, device=rates, backend=backend, chosen=chosen)
 
 
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
-    precision = find(step.transforms, MixedPrecision) or MixedPrecision("fp32")
-    cast = find(step.transforms, MixedPrecision) is not None
-    compute_dtype = precision.compute_dtype if cast else lambda leaf: leaf.dtype
-    zero = zero_of(step, mesh)
     if isinstance(step, EvalStep):
-        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, compute_dtype)
-        program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero))
+        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, _dtypes(step)[0])
+        program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
-        lowered = Lowered(program, params, None, batch, structure, budget)
-        if budget is not None and (found := lowered.plan_on(budget.device, budget.backend)).peak_bytes > budget.nbytes:
-            raise unmet(found, budget.nbytes)
-        return lowered
+        return _fitting(Lowered(program, params, None, batch, structure, budget))
+    traced = _traced(step, mesh, params, batch)
+    variants, opt_state, structure = traced.variants, traced.opt_state, traced.structure
+    least, auto = _least(step, budget)
+    if budget is None:
+        return Lowered(variants.verified(least), params, opt_state, batch, structure)
+    if budget.nbytes is None:
+        choice = choose_side(variants, least, budget, variants.sides)
+        return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
+    choice = choose(variants, least, budget, auto=auto, loops=traced.loops, sides=variants.sides)
+    if choice is None:
+        found = plan(variants.verified(least), budget.device, backend=budget.backend)
+        more = found.peak_bytes > budget.nbytes
+        raise unmet(found, budget, _advice(step, mesh, params, batch, budget, found.peak_bytes) if more else ())
+    return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The programs that a step can become, and the rest of what its trace told."""
+
+    variants: Variants
+    opt_state: Inputs
+    structure: tree.TreeSpec
+    loops: bool
+
+
+def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
+    zero, (compute_dtype, reduce_dtype) = zero_of(step, mesh), _dtypes(step)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -164,23 +197,82 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
                 extras=extra_leaves(),
                 mesh=mesh,
                 compute_dtype=compute_dtype,
-                reduce_dtype=precision.reduce_dtype if cast else lambda leaf: leaf.dtype,
+                reduce_dtype=reduce_dtype,
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
-    base = verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
-    policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
+    base = verify(_with_copies(base, step, mesh, params))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
-    variants = Variants(base, zero, num_micro, shapes)
-    least = Choice(0.0 if policy == "auto" and budget else policy)
-    if budget is None:
-        return Lowered(variants.verified(least), params, opt_state, batch, structure)
-    choice = choose(variants, least, budget, auto=policy == "auto", loops=num_micro > 1 and not (record_ and record_.vertical))
-    if choice is None:
-        found = plan(variants.verified(least), budget.device, backend=budget.backend)
-        raise unmet(found, budget.nbytes, _advice(step, mesh, params, batch, budget, found.peak_bytes))
-    return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
+    loops = num_micro > 1 and not (record_ and record_.vertical)
+    return _Traced(Variants(base, zero, num_micro, shapes), opt_state, structure, loops)
+
+
+def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
+    return compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
+
+
+def _dtypes(step: Step | EvalStep) -> tuple[Callable[[Leaf], torch.dtype], Callable[[Leaf], torch.dtype]]:
+    """Those that a parameter is computed in, and its gradient reduced in."""
+    precision = find(step.transforms, MixedPrecision)
+    return (precision.compute_dtype, precision.reduce_dtype) if precision else (lambda leaf: leaf.dtype, lambda leaf: leaf.dtype)
+
+
+def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
+    """The choice that takes least memory, and whether what blocks keep is open."""
+    policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
+    auto = policy == "auto"
+    return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
+
+
+def auto_of(step: Step | EvalStep) -> Offload | None:
+    """The transform that leaves open what rests where, if a step has it."""
+    return next((t for t in step.transforms if isinstance(t, Offload) and t.tier == "auto"), None)
+
+
+def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> tuple[Step, tuple[Decision, ...]]:
+    """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that it is resolved for.
+        budget: to fit.
+    """
+    auto = auto_of(step)
+    if auto is None:
+        return step, ()
+    check_auto(auto, budget.limits)
+    left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
+    inputs = params_inputs(left, mesh, params)
+    traced, casts = _traced(left, mesh, inputs, batch), zero_of(left, mesh).casts
+    mirrored = mirrors(traced.opt_state.leaves, inputs)
+
+    def with_(records: Sequence[Offload]) -> Step:
+        return replace(left, transforms=tuple(sorted((*left.transforms, *records), key=lambda t: (t.order, str(t)))))
+
+    def build(records: Sequence[Offload]) -> Variants:
+        asked = with_(records)
+        tiers = tiers_of(offloads(asked), inputs.leaves, inputs.ties, casts)
+        params = tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(inputs.leaves, tiers, strict=True))
+        on = {leaf.path: leaf.layout.tier for leaf in params}
+        on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
+        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.variants.base.leaves.items()}
+        base = replace(traced.variants.base, leaves=leaves, transforms=asked.transforms)
+        return traced.variants.of(_with_copies(base, asked, mesh, replace(inputs, leaves=params)))
+
+    records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory)
+    return with_(records), (decision,)
+
+
+def _fitting(lowered: Lowered) -> Lowered:
+    """Raises if a program that leaves nothing open is over its budgets."""
+    budget = lowered.budget
+    if budget is not None and budget.limits != (None, None, None):
+        found = lowered.plan_on(budget.device, budget.backend)
+        if budget.over((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
+            raise unmet(found, budget)
+    return lowered
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:
@@ -286,6 +378,14 @@ def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
+    """The transforms that say what rests where.
+
+    Raises:
+        TransformError: that is left open.
+    """
+    if auto_of(step) is not None:
+        fix = "give an evaluation the transforms of the training step that was resolved: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+        raise TransformError(message("offload", f"{auto_of(step)} is resolved for a training step, with its batch", fix=fix))
     return tuple(t for t in step.transforms if isinstance(t, Offload))
 
 

@@ -220,6 +220,12 @@ def _keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
+def return_freed_memory() -> None:
+    """Has glibc return what it keeps of freed memory to the system: after something that will not be allocated again."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line."""
     if dist.is_initialized():

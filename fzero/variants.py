@@ -25,9 +25,15 @@ from fzero.schedule.order import Order, order
 from fzero.transforms import accumulate, remat, spread, tiers
 from fzero.transforms.shard import Zero
 
+SIDES = ("host", "device")
+"""That can compute an update."""
+
 
 class Variants:
     """The finished program of each choice.
+
+    Attributes:
+        sides: that may compute the update of what rests off the device; the first alone if it is not open.
 
     Args:
         base: a base program that trains.
@@ -42,12 +48,24 @@ class Variants:
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
+        self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
+
+    def of(self, base: Program) -> Variants:
+        """Those of another base program of the same step, whose leaves rest on other tiers."""
+        out = Variants(base, self._zero, self._num_micro, self._batch)
+        out._blocks = self._blocks
+        return out
+
+    @property
+    def base(self) -> Program:
+        return self._base
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
-        key = (*self._key(choice), choice.order)
+        side = choice.update_on if self.sides == SIDES else SIDES[0]
+        key = (*self._key(choice), choice.order, side)
         if key not in self._finished:
-            self._finished[key] = finished(self._stages(choice)[-1], choice.order)
+            self._finished[key] = finished(self._stages(choice)[-1], choice.order, side)
         return self._finished[key]
 
     def verified(self, choice: Choice) -> Program:
@@ -72,6 +90,6 @@ class Variants:
         return *self._looped[kept], *self._spread[key]
 
 
-def finished(program: Program, choice: Order) -> Program:
+def finished(program: Program, choice: Order, update_on: str = "host") -> Program:
     """A program whose update is cut, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(program)), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(program), update_on), choice)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero.comm import scratch
 from fzero.errors import FzeroValueError
 from fzero.runtime import calibrate as module
 from fzero.runtime import measure
@@ -41,6 +42,7 @@ def plausible(device):
     for link in (*device.links.values(), device.host_copy, device.disk_read, device.disk_write):
         assert 0 <= link.latency < 1 and 1e5 < link.bandwidth < 1e13 and math.isfinite(link.bandwidth)
     assert device.memory_bytes > 1 << 28
+    assert all(1e5 < rate < 1e13 for rate in (device.host_memory_bandwidth, device.disk_mixed))
 
 
 def on_ranks(path):
@@ -153,12 +155,32 @@ def test_bfloat16_is_measured_as_the_runtime_runs_it(monkeypatch):
     assert torch.equal(out, (a.float() @ a.float()).to(torch.bfloat16))
 
 
-def test_disk_falls_back_to_the_page_cache(monkeypatch):
-    def refuse(path, flags, mode=0o777, *, dir_fd=None, opener=os.open):
-        if flags & os.O_DIRECT:
-            raise OSError("no direct access")
-        return opener(path, flags, mode, dir_fd=dir_fd)
+def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tmp_path):
+    made, moved = [], []
 
-    monkeypatch.setattr(measure.os, "open", refuse)
-    read, written = measure.disk(0.01)
-    assert read.bandwidth > 0 and written.bandwidth > 0
+    class Watched(measure.Files):
+        def __init__(self, directories, nbytes):
+            super().__init__(directories, nbytes)
+            made.append((directories, nbytes, [p.name for p in tmp_path.iterdir()]))
+
+        def close(self):
+            moved.append((self.bytes_read, self.bytes_written))
+            super().close()
+
+    monkeypatch.setattr(measure, "Files", Watched)
+    read, written, mixed = measure.disk(0.01, tmp_path)
+    assert min(read.bandwidth, written.bandwidth, mixed) > 0
+    ((directory, nbytes, files),) = made
+    assert directory == tmp_path and len(files) == 1 and not list(tmp_path.iterdir())  # nothing is left behind
+    assert min(moved[0]) >= nbytes  # and more was moved than the file holds: nothing is read that was never written
+
+
+def test_disk_falls_back_to_the_page_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(scratch, "_is_direct", lambda path: False)
+    assert all(rate.bandwidth > 0 for rate in measure.disk(0.01, tmp_path)[:2])
+
+
+def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folder):
+    with pytest.raises(FzeroValueError, match="no such directory"):
+        calibrate(seconds=0.1, directory=folder / "missing")
+    assert not calibration_path().exists()

@@ -352,8 +352,8 @@ def measured(monkeypatch):
     """A measurement that takes no time."""
     asked = {}
 
-    def calibrate(*, seconds, progress, path):
-        asked.update(seconds=seconds, path=path)
+    def calibrate(*, seconds, progress, path, directory):
+        asked.update(seconds=seconds, path=path, directory=directory)
         progress("products in float32")
         return replace(KNOWN["cpu"], name="this machine", source="measured", machine={"device_type": "cpu", "cores": 4, "threads": 1})
 
@@ -363,17 +363,20 @@ def measured(monkeypatch):
 
 def test_calibrate_shows_and_says_where(run, measured, here):
     code, out, err = run("calibrate", "--out", "rates.json", "--seconds", 2)
-    assert code == 0 and measured == {"seconds": 2.0, "path": Path("rates.json")}
+    assert code == 0 and measured == {"seconds": 2.0, "path": Path("rates.json"), "directory": None}
     assert "this machine (cores 4, threads 1): measured" in out and "products in float32" in out and "60 GFLOP/s" in out and "link intra" in out
     assert err == "measuring: products in float32\nwritten to rates.json\n"
     code, out, _ = run("calibrate", "--json")
     assert code == 0 and Device.from_json(out).name == "this machine" and measured["path"] is None
+    assert run("calibrate", "--path", ".")[0] == 0 and measured["directory"] == Path(".")
 
 
 def test_calibrate_wrong_flags(run, measured):
     assert run("calibrate", "--out", "no/rates.json")[0] == 2
     code, _, err = run("calibrate", "--seconds", -1)
     assert code == 2 and "--seconds -1 is no time" in err and not measured
+    code, _, err = run("calibrate", "--path", "no")
+    assert code == 2 and "no: there is no such directory" in err and not measured
 
 
 # --- help ---

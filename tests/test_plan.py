@@ -396,9 +396,10 @@ def test_json_holds_what_the_plan_holds(tmp_path):
     found = lowered(2, 2).plan
     data = json.loads(found.to_json(tmp_path / "plan.json"))
     assert data == json.loads((tmp_path / "plan.json").read_text())
-    for field in ("step_seconds", "compute_seconds", "exposed_seconds", "peak_bytes", "resting_bytes", "pool_bytes", "model_flops", "mfu", "mesh", "name"):
+    times, sizes = ("step_seconds", "compute_seconds", "exposed_seconds"), ("peak_bytes", "resting_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes")
+    for field in (*times, *sizes, "model_flops", "mfu", "mesh", "name", "bound_by", "busy"):
         assert data[field] == getattr(found, field)
-    assert data["channels"] == {k: c._asdict() for k, c in found.channels.items()} and data["breakdown"] == found.breakdown
+    assert data["channels"] == {k: {**c._asdict(), "bandwidth": c.bandwidth} for k, c in found.channels.items()} and data["breakdown"] == found.breakdown
     assert [sum(row[2:]) for row in data["memory"]] == [s.total for s in found.memory] and len(data["memory_columns"]) == len(data["memory"][0])
     assert data["peak_line"]["text"] == found.peak_line.text
 

@@ -15,7 +15,7 @@ import fzero as fz
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
-from fzero.program.ir import COLLECTIVES, Line, Program
+from fzero.program.ir import COLLECTIVES, COPIES, Line, Program
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 
@@ -209,3 +209,180 @@ def test_transfers_allocate_nothing(run_ranks: Any, stage: int, shared: bool) ->
     for counts, transfers_of_a_step in run_ranks(2, allocations_of_transfers, stage, shared):
         assert transfers_of_a_step > 3
         assert counts[-1] == 0
+
+
+# --- copies between tiers ---
+
+
+def offloaded(**mesh: Any) -> Program:
+    """A program with every kind of copy: parameters in host memory, the optimizer's state on disk."""
+    records = (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch"))
+    step = fz.compose(*records)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    return fz.lower(step, fz.AbstractMesh(data=1, **mesh), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))).program
+
+
+@pytest.fixture(scope="module")
+def tiered() -> Program:
+    return offloaded(unified_memory=False)
+
+
+@pytest.fixture(scope="module")
+def unified() -> Program:
+    return offloaded()
+
+
+def without(program: Program, *lines: Line) -> Program:
+    return edit(program, lambda line: [] if any(line is x for x in lines) else [line])
+
+
+@pytest.mark.parametrize("op", sorted(COPIES))
+def test_a_copy_nobody_waits_for(tiered: Program, op: str) -> None:
+    start, wait = transfers(tiered, op)[1]
+    rejects(without(tiered, wait), f"{op}  -> {start.out[0].name}: {start.out[0].name} is never waited for")
+    for out in wait.out[:1]:
+        rejects(without(tiered, wait), f"{out.name} is read before it is made")
+
+
+@pytest.mark.parametrize("op", ["to_host_start", "disk_write_start"])
+def test_a_store_that_is_missing(tiered: Program, op: str) -> None:
+    """What was updated in a copy never comes to rest."""
+    program = lowered_on_device() if op == "to_host_start" else tiered
+    start, wait = next((start, wait) for start, wait in transfers(program, op) if start.writes)
+    rejects(without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a part or a copy, is not")
+
+
+def lowered_on_device() -> Program:
+    """Optimizer state that is brought to the device, and stored from there."""
+    step = fz.offload("cpu", ("opt_state", "params"), update_on="device")(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    return fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), MODELS["gpt"].init, next(iter(models.batches(1)))).program
+
+
+@pytest.mark.parametrize("op", ["disk_read_start", "to_device_start", "to_host_start"])
+def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
+    """By its name: of what is not there yet. By the bytes it is being copied to: of what lay there before."""
+    start, wait = next((s, w) for s, w in transfers(tiered, op) if w.out)
+    lines = list(tiered.lines)
+    reader = next(x for x in lines if wait.out[0].name in x.args)
+    at = next(i for i, x in enumerate(lines) if x is start) + 1
+    moved = [*lines[:at], reader, *(x for x in lines[at:] if x is not reader)]
+    rejects(replace(tiered, lines=tuple(moved)), f"{reader.op} {reader.fn}", f"{wait.out[0].name} is read before it is made")
+    early = Line("cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs={"dtype": wait.out[0].dtype})
+    rejects(replace(tiered, lines=(*lines[:at], early, *lines[at:])), "cast  -> early", f"{start.out[0].name} is still moving")
+
+
+def under_way(program: Program, op: str, during: str) -> tuple[Line, Line, Line]:
+    """A start, and another one with its wait that begins before the first is waited for."""
+    lines = list(program.lines)
+    position = {id(x): i for i, x in enumerate(lines)}
+    pairs = ((s, w, t, u) for s, w in transfers(program, op) for t, u in transfers(program, during) if u.out and t.into)
+    return next((s, t, u) for s, w, t, u in pairs if position[id(s)] < position[id(t)] < position[id(w)] and s is not t)
+
+
+def moved_to(program: Program, start: Line, wait: Line, offset: int) -> Program:
+    """With the first thing a copy makes at another place."""
+
+    def there(line: Line) -> list[Line]:
+        if line is not start and line is not wait:
+            return [line]
+        assert line.into[0] is not None
+        return [replace(line, into=(replace(line.into[0], offset=offset), *line.into[1:]))]
+
+    return edit(program, there)
+
+
+@pytest.mark.parametrize("memory", ["tiered", "unified"])
+def test_a_ring_overwritten_while_it_is_written_out(memory: str, request: pytest.FixtureRequest) -> None:
+    """A read of the next block's state into the region that the disk is still taking the last one's from."""
+    program: Program = request.getfixturevalue(memory)
+    write, start, wait = under_way(program, "disk_write_start", "disk_read_start")
+    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    source = next(places[a] for a in write.args[len(write.writes) :] if a in places)
+    rejects(moved_to(program, start, wait, source.offset), f"is written over the buffers of {write.out[0].name}: it is under way")
+
+
+def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
+    """The host's buffer of a fetch is given to a read from disk before the fetch has left it."""
+    step = fz.offload("nvme", ("opt_state", "params"), path="/scratch")(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    program = fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))).program
+    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
+    rejects(moved_to(program, start, wait, places[fetch.args[0]].offset), f"is written over the buffers of {fetch.out[0].name}: it is under way")
+
+
+def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:
+    """Equal offsets of two arenas are not the same bytes."""
+    assert tiered.pool_bytes > 0 and tiered.host_pool_bytes > 0
+    begins = {(p.arena, p.offset) for line, _ in tiered.walk() for p in line.into if p is not None}
+    assert {offset for arena, offset in begins if arena == "host"} & {offset for arena, offset in begins if arena == "device"}
+    check(tiered)
+    rejects(replace(tiered, host_pool_bytes=tiered.host_pool_bytes - 4096), "ends at byte")
+
+
+def test_a_gather_reads_its_shards_until_its_wait() -> None:
+    """Shards that came from the host lie in the pool: nothing is copied there before they have been sent."""
+    step = fz.compose(fz.offload("cpu", "params"), fz.shard_params())(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
+    mesh = fz.AbstractMesh(data=2, shared_memory=False, unified_memory=False)
+    program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 4), batch).program
+    gather, start, wait = under_way(program, "all_gather_start", "to_device_start")
+    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    rejects(moved_to(program, start, wait, places[gather.args[0]].offset), f"is written over the buffers of {gather.out[0].name}: it is under way")
+
+
+def test_a_shard_lies_where_it_was_taken_from() -> None:
+    """A whole leaf is read from disk, this rank's part of it is updated: in between nothing is read into its region."""
+    step = fz.compose(fz.offload("nvme", ("opt_state", "params"), path="/scratch"), fz.shard_opt_state())
+    batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
+    program = fz.lower(step(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), fz.AbstractMesh(data=2), MODELS["gpt"].init, batch).program
+    lines = list(program.lines)
+    taken = next(x for x in lines if x.op == "take_shard")
+    update = next(i for i, x in enumerate(lines) if taken.out[0].name in x.writes)
+    places = {v.name: p for line in lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    whole, at = places[taken.args[0]], lines.index(taken)
+    start, wait = next((s, w) for s, w in transfers(program, "disk_read_start") if at < lines.index(w) < update or at < lines.index(s) < update)
+    rejects(moved_to(program, start, wait, whole.offset), f"{taken.args[0]} is read, but")
+
+
+def test_a_value_on_the_wrong_tier(tiered: Program) -> None:
+    update = next(x for x in tiered.lines if x.op == "call" and x.attrs.get("on") == "host" and x.writes)
+    here = replace(update, attrs={k: v for k, v in update.attrs.items() if k != "on"})
+    rejects(edit(tiered, lambda line: [here] if line is update else [line]), f"call {update.fn}", f"{update.writes[0]} is on the host, not on the device")
+    block = next(x for x in tiered.lines if x.op == "call" and "joint" in x.attrs)
+    leaf = next(n for n in tiered.leaves if n.startswith("params['embed']"))
+    direct = replace(block, args=(leaf, *block.args[1:]))
+    rejects(edit(tiered, lambda line: [direct] if line is block else [line]), f"call {block.fn}", f"{leaf} is on the host, not on the device")
+    _, wait = transfers(tiered, "to_device_start")[0]
+    wrong = replace(wait, out=(replace(wait.out[0], tier="host"), *wait.out[1:]))
+    rejects(edit(tiered, lambda line: [wrong] if line is wait else [line]), "wait", f"{wait.out[0].name} is ")
+    read, _ = transfers(tiered, "disk_read_start")[0]
+    from_host = replace(read, args=(leaf, *read.args[1:]))
+    rejects(edit(tiered, lambda line: [from_host] if line is read else [line]), "disk_read_start", f"{leaf} is on the host, not on the disk")
+
+
+def alike(start: Line, program: Program) -> tuple[int, int]:
+    """Two leaves of one shape that a store writes."""
+    shapes = [program.leaves[w].shape for w in start.writes]
+    return next((i, j) for i in range(len(shapes)) for j in range(i + 1, len(shapes)) if shapes[i] == shapes[j])
+
+
+def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
+    """Of the same shape, so that nothing but the name is wrong; each in the other's place, so that all leaves are written."""
+    start, _ = next(p for p in transfers(tiered, "disk_write_start") if len(p[0].writes) > 3)
+    num, (i, j) = len(start.writes), alike(start, tiered)
+    targets = list(start.writes)
+    targets[i], targets[j] = targets[j], targets[i]
+    swapped = replace(start, args=(*targets, *start.args[num:]), writes=tuple(targets))
+    rejects(edit(tiered, lambda line: [swapped] if line is start else [line]), "disk_write_start", f"{start.args[num + i]}", f"{start.writes[i]}")
+    sources = list(start.args[num:])
+    sources[j] = sources[i]
+    twice = replace(start, args=(*start.writes, *sources))
+    rejects(edit(tiered, lambda line: [twice] if line is start else [line]), "disk_write_start", f"updated, is stored in {start.writes[j]}")
+
+
+@pytest.mark.parametrize("op", ["disk_write_start", "to_host_start"])
+def test_two_stores_to_one_leaf(tiered: Program, op: str) -> None:
+    program = lowered_on_device() if op == "to_host_start" else tiered
+    start, wait = next(p for p in transfers(program, op) if p[0].writes)
+    again = replace(start, out=(replace(start.out[0], name="again"),))
+    lines = [x for line in program.lines for x in ((line, again, replace(wait, args=("again",))) if line is wait else (line,))]
+    rejects(replace(program, lines=tuple(lines)), f"{op}  -> again: {start.writes[0]} is written twice")

@@ -35,6 +35,8 @@ VARIANTS = {
     "stage_1_bf16": fz.compose(STAGES[1](), fz.mixed_precision("bf16")),
     "plain": lambda step: step,
     "evaluate_stage_3": STAGES[3](),
+    "offload_cpu": fz.compose(STAGES[3](), fz.mixed_precision("bf16"), fz.offload("cpu", "opt_state")),
+    "offload_nvme": fz.offload("nvme", ("opt_state", "params"), path="/scratch"),
     "stage_3_min_cut": fz.compose(STAGES[3](), fz.remat("min_cut")),
     "stage_3_none": fz.compose(STAGES[3](), fz.remat("none")),
 }
@@ -44,7 +46,7 @@ PRINTED = [name for name in VARIANTS if not name.endswith(("min_cut", "none"))]
 
 @functools.cache
 def gpt_program(name: str, layers: int = 3, ranks: int = 2) -> fz.program.ir.Program:
-    mesh = fz.AbstractMesh(data=1 if name == "plain" else ranks)
+    mesh = fz.AbstractMesh(data=1 if name in ("plain", "offload_nvme") else ranks, unified_memory=name != "offload_cpu")
     params, batch = meta(models.gpt_init(fz.random.key(0), layers=layers)), meta_part(batches(1)[0], mesh.size)
     if name.startswith("evaluate"):
         return fz.lower(VARIANTS[name](fz.eval_step(evaluate)), mesh, params, (batch,)).program

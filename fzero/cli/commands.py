@@ -19,11 +19,13 @@ from tyro.conf import Positional, arg
 
 from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code
+from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, message
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh
 from fzero.program.show import show
 from fzero.runtime.calibrate import calibrate
+from fzero.runtime.measure import SCRATCH
 from fzero.schedule.calibration import calibration_path
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits, parse_bytes
@@ -49,6 +51,10 @@ class _OfTarget:
     """whose rates predict: h100, h200, a100, cpu, or a calibration file"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
+    host_budget: Annotated[str | None, _BUDGET] = None
+    """host memory a rank may use, where the host's is another than the device's"""
+    disk_budget: Annotated[str | None, _BUDGET] = None
+    """disk a rank may use"""
     backend: Literal["inductor", "eager"] = "inductor"
     """that the program is for"""
     json: Annotated[bool, _FLAG] = False
@@ -56,17 +62,18 @@ class _OfTarget:
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.budget is None else parse_bytes(int(self.budget) if self.budget.isdecimal() else self.budget)
+        return _bytes(self.budget)
 
     def lowered(self) -> Lowered:
         """The target lowered for the mesh and the device that predicts."""
         with _usage():
             axes: dict[str, Any] = _axes(self.mesh)
             mesh, budget = AbstractMesh(**axes), self.budget_bytes
+            host, disk = _bytes(self.host_budget), _bytes(self.disk_budget)
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
         step, params, batch = load(self.target)
         with users_code(self.target):
-            return lower(step, mesh, params, batch, memory_budget=budget, device=device, backend=self.backend)
+            return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,8 @@ class Calibrate:
 
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: in the cache folder)")] = None
     """write them here instead; plans take it as --device FILE"""
+    path: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of temporary files)")] = None
+    """directory whose disk is measured: the one that offload("nvme", path=DIR) is given"""
     seconds: float = 5.0
     """about how long to measure"""
     json: Annotated[bool, _FLAG] = False
@@ -132,7 +141,9 @@ class Calibrate:
             _check_files(out=self.out)
             if self.seconds <= 0:
                 raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
-        device, path = _measured(self.seconds, self.out)
+            if self.path is not None:
+                check(self.path, SCRATCH)
+        device, path = _measured(self.seconds, self.out, self.path)
         if self.json:
             print(device.to_json())
         else:
@@ -141,7 +152,7 @@ class Calibrate:
         return 0
 
 
-def _measured(seconds: float, out: Path | None) -> tuple[Device, Path]:
+def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple[Device, Path]:
     """The rates of this machine, and the file they are in."""
     console = Console(stderr=True)
     with console.status("measuring") if console.is_terminal else contextlib.nullcontext() as status:
@@ -152,11 +163,15 @@ def _measured(seconds: float, out: Path | None) -> tuple[Device, Path]:
             else:
                 status.update(f"measuring: {what}")
 
-        device = calibrate(seconds=seconds, progress=progress, path=out)
+        device = calibrate(seconds=seconds, progress=progress, path=out, directory=directory)
     return device, out or calibration_path(device.machine["device_type"])
 
 
 # --- flags ---
+
+
+def _bytes(size: str | None) -> int | None:
+    return None if size is None else parse_bytes(int(size) if size.isdecimal() else size)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,14 @@ from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tabl
 
 def print_plan(lowered: Lowered, plan: Plan) -> None:
     """The plan, and under a budget what it leaves."""
-    if lowered.budget is None:
-        return _print(tables(plan))
-    size, spare = as_bytes(lowered.budget.nbytes), as_bytes(lowered.budget.nbytes - plan.peak_bytes)
-    return _print(tables(plan), f"fits {size}: {as_bytes(plan.peak_bytes)} at the peak, {spare} to spare")
+    needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
+    limits = lowered.budget.limits if lowered.budget else (None, None, None)
+    fits = [
+        f"fits {as_bytes(limit)}{where}: {as_bytes(need)} at the peak, {as_bytes(limit - need)} to spare"
+        for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
+        if limit is not None
+    ]
+    return _print(tables(plan), "\n".join(fits))
 
 
 def print_program(text: str) -> None:
@@ -38,7 +42,9 @@ def print_program(text: str) -> None:
 def print_device(device: Device) -> None:
     """The rates of a device."""
     rows = [(f"products in {dtype}", f"{rate / 1e9:.4g} GFLOP/s", "") for dtype, rate in device.flops.items()]
-    rows += [("memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s", "read and written together"), ("a call", as_seconds(device.call_seconds), "")]
+    memories = {"memory": device.memory_bandwidth, "host memory": device.host_memory_bandwidth, "disk, mixed": device.disk_mixed}
+    rows += [(name, f"{rate / 1e9:.4g} GB/s", "read and written together") for name, rate in memories.items() if rate]
+    rows.append(("a call", as_seconds(device.call_seconds), ""))
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
     rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
@@ -48,9 +54,12 @@ def print_device(device: Device) -> None:
 
 def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:
     """Under a budget what was chosen for it."""
-    if lowered.budget is None:
+    budget = lowered.budget
+    if budget is None or budget.limits == (None, None, None):
         return {}
-    return {"budget": {"bytes": lowered.budget.nbytes, "fits": plan.peak_bytes <= lowered.budget.nbytes, **dataclasses.asdict(lowered.choice)}}
+    fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
+    limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
+    return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}
 
 
 def program_data(program: Program) -> dict[str, Any]:

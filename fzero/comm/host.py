@@ -129,11 +129,12 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way: the tensors that it fills, those that it reads, and what waits for it."""
+    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at its begin and end."""
 
     filled: Tensors
     sources: Tensors
     done: Callable[[], None]
+    span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def wait(self) -> Tensors:
         """The tensors, filled: for what the host or the device, whichever they are on, does next."""
@@ -261,32 +262,34 @@ class Streams:
         self._reading: list[torch.cuda.Event] = []  # of copies to the device that were waited for and may not be done
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
-        filled, done = self._start(self._to_host, sources, into)
-        return Copy(filled, sources, done.synchronize)
+        filled, begin, done = self._start(self._to_host, sources, into)
+        return Copy(filled, sources, done.synchronize, (begin, done))
 
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
-        filled, done = self._start(self._to_device, sources, into)
+        filled, begin, done = self._start(self._to_device, sources, into)
 
         def wait() -> None:
             torch.cuda.current_stream(self._device).wait_event(done)
             self._reading = [e for e in (*self._reading, done) if not e.query()]
 
-        return Copy(filled, sources, wait)
+        return Copy(filled, sources, wait, (begin, done))
 
     def settle(self) -> None:
         for done in self._reading:
             done.synchronize()
         self._reading.clear()
 
-    def _start(self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None) -> tuple[Tensors, torch.cuda.Event]:
+    def _start(self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
         assert into is not None, "two memories"
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
         with torch.cuda.stream(stream):
             for source, target in _moves(sources, into):
                 target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
+        done = torch.cuda.Event(enable_timing=True, blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
         done.record(stream)
-        return into, done
+        return into, begin, done
 
 
 def _moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -29,8 +29,9 @@ from pathlib import Path
 import torch
 
 from fzero.errors import FzeroValueError, message
+from fzero.layout import SECTOR as ALIGNMENT
+from fzero.layout import padded
 
-ALIGNMENT = 4096  # bytes: what offsets, sizes and addresses of direct I/O are multiples of, on every disk that is sold
 PIECE = 1 << 22  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
 _HUGE = 1 << 21  # bytes: of a huge page
 
@@ -62,16 +63,6 @@ def paths(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
     """The paths a user gave, one or several."""
     one = isinstance(directories, (str, os.PathLike))
     return tuple(Path(x) for x in ([directories] if one else directories))
-
-
-def padded(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`.
-
-    Example:
-        >>> padded(0), padded(1), padded(4096)
-        (0, 4096, 4096)
-    """
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned(nbytes: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,17 @@ import torch.distributed as dist
 from fzero.comm.disk import aligned
 from fzero.comm.host import copies
 from fzero.errors import TierError, message
-from fzero.layout import SECTOR, Extent, extent_of
+from fzero.layout import SECTOR, Extent, extent_of, padded
 from fzero.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, and the values it makes, if they are not told to lie elsewhere."""
+    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, and its begin and end, where they are events."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
+    span: tuple[Any, Any] | None = None
 
     def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.done()
@@ -44,10 +46,12 @@ class Tiers:
         self._failed: TierError | None = None
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_host_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_host_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
-        return Arriving(self._copies.to_device_start(sources, _shaped(into, sources)).wait, sources)
+        copy = self._copies.to_device_start(sources, _shaped(into, sources))
+        return Arriving(copy.wait, sources, copy.span)
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
         self._copies.settle()
@@ -80,14 +84,14 @@ class Tiers:
         if not self._disk:
             return
         failed, self._failed = self._failed, None
-        failures = [str(failed)] if failed else []
+        failures = [_said(failed)] if failed else []
         if self._mesh.size > 1:
             count = torch.tensor(len(failures))
             dist.all_reduce(count)
             if count.item():
                 everyone: list[list[str]] = [[]] * self._mesh.size
                 dist.all_gather_object(everyone, failures)
-                failures = [f"rank {rank}: {text.splitlines()[0]}" for rank, texts in enumerate(everyone) for text in texts]
+                failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if failures:
             fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
             raise TierError(message("step", "a disk failed while the step ran", failures, fix)) from failed
@@ -111,17 +115,23 @@ def _extent(tensor: torch.Tensor) -> Extent:
 
 def _sectors(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a value, to the end of the last sector."""
-    begin, num = x.storage_offset() * x.element_size(), -(-x.nbytes // SECTOR) * SECTOR
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), begin, (num,))
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(x.untyped_storage(), x.storage_offset() * x.element_size(), (padded(x.nbytes),), (1,))  # type: ignore[call-overload]
+
+
+def _said(error: TierError) -> str:
+    """What failed and where, in one line."""
+    what, *where = (line.strip() for line in str(error).splitlines() if not line.startswith("Fix: "))
+    return "; ".join((what.removeprefix("fzero.offload: "), *where))
 
 
 def _lies_well(x: torch.Tensor) -> bool:
     """Whether a value can be written from where it lies."""
     begin = x.storage_offset() * x.element_size()
-    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + -(-x.nbytes // SECTOR) * SECTOR <= x.untyped_storage().nbytes()
+    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    out = aligned(-(-x.nbytes // SECTOR) * SECTOR)
+    out = aligned(padded(x.nbytes))
     out[: x.nbytes].view(x.dtype).copy_(x.reshape(-1))
     return out

@@ -221,13 +221,14 @@ def _header(program: Program) -> list[str]:
             entry = cost.setdefault(line.by, [0, 0])
             entry[0] += times
             entry[1] += times * transfer_bytes(line, values, program.mesh)
-    rest: dict[str, int] = {}
+    rest: dict[str, dict[str, int]] = {"device": {}}
     for leaf in program.leaves.values():
-        kind = leaf.role if leaf.layout.tier == "device" else f"{leaf.role} on {leaf.layout.tier}"
-        rest[kind] = rest.get(kind, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-    total = sum(rest.values())
+        roles = rest.setdefault(leaf.layout.tier, {})
+        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+    total = sum(n for roles in rest.values() for n in roles.values())
+    tiers = [("" if tier == "device" else f"on {tier}: ") + ", ".join(f"{role} {_bytes(n)}" for role, n in roles.items()) for tier, roles in rest.items()]
     out = [f"{program.name} on mesh {program.mesh}"]
-    out.append(f"at rest on each rank: {_bytes(total)} ({', '.join(f'{role} {_bytes(n)}' for role, n in rest.items())})")
+    out.append(f"at rest on each rank: {_bytes(total)} ({'; '.join(tiers)})")
     named = [str(t) for t in program.transforms]
     for text in named:
         name = text.split("(")[0]

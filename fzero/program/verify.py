@@ -110,6 +110,9 @@ class _Checker:
             self.started[line.out[0].name] = line
             num = len(line.writes)
             self._pairs(line, args[:num], args[len(args) - num :], "copied")
+            for target, source in zip(line.writes, args[len(args) - num :], strict=False):
+                if source.name in self.written and self.aliases.get(source.name, target) != target:
+                    self._add(line, f"{source.name}, which is {self.aliases[source.name]} updated, is stored in {target}")
             if num and len(args) != 2 * num:
                 self._add(line, f"copies {len(args) - num} values to {num} leaves")
         elif line.op in COLLECTIVES:

@@ -19,16 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero.comm.disk import check
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
-from fzero.runtime.measure import rates
+from fzero.runtime.measure import SCRATCH, rates
 from fzero.schedule.calibration import calibration_path, cores, cpu_model, machine, save_calibration
 from fzero.schedule.devices import KNOWN, Device, Link
 
 _PATIENCE = 300.0  # seconds that the processes get which measure together
 
 
-def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable[[str], None] | None = None, path: str | Path | None = None) -> Device:
+def calibrate(
+    mesh: Mesh | None = None,
+    seconds: float = 5.0,
+    progress: Callable[[str], None] | None = None,
+    path: str | Path | None = None,
+    directory: str | Path | None = None,
+) -> Device:
     """Measures this machine and keeps what it found in a file.
 
     Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own transport. Ranks measure at once, since they
@@ -40,24 +47,27 @@ def calibrate(mesh: Mesh | None = None, seconds: float = 5.0, progress: Callable
         seconds: about how long to measure; starting processes and compiling one small function come on top.
         progress: called with a word on what is being measured.
         path: of the file; by default `calibration_path`, where every plan finds it.
+        directory: whose disk is measured: that of `offload("nvme", path=)`. By default the system's for temporary files. Takes 128 MiB a rank there meanwhile.
 
     Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a rank.
 
     Returns: the device; rank 0's on every rank.
 
     Raises:
-        FzeroValueError: the processes that measure together failed, with what the first of them said.
+        FzeroValueError: the processes that measure together failed, with what the first of them said; a directory that cannot hold scratch files.
     """
+    if directory is not None:
+        check(directory, SCRATCH)
     progress = progress or (lambda what: None)
     mesh = mesh or _alone()
     together = _places(mesh.device_type)
     if mesh.size > 1:
-        measured = _of_first(mesh, rates(mesh, seconds, progress))
+        measured = _of_first(mesh, rates(mesh, seconds, progress, directory))
     elif together > 1:
         progress(f"{together} processes")
-        measured = _spawned(together, mesh.device_type, seconds)
+        measured = _spawned(together, mesh.device_type, seconds, directory)
     else:
-        measured = rates(mesh, seconds, progress)
+        measured = rates(mesh, seconds, progress, directory)
     device = _device(measured, mesh.device_type, min(mesh.size, together) if mesh.size > 1 else together)
     if mesh.rank == 0:
         save_calibration(device, Path(path) if path is not None else calibration_path(mesh.device_type))
@@ -103,12 +113,12 @@ def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
     return box[0]
 
 
-def _spawned(num_ranks: int, device_type: str, seconds: float) -> dict[str, Any]:
+def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
     """What processes measure that are started for it, as torchrun would start them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": torch.get_num_threads()}
-    command = [sys.executable, "-m", "fzero.runtime.calibrate", device_type, str(seconds)]
+    command = [sys.executable, "-m", "fzero.runtime.calibrate", device_type, str(seconds), *([str(directory)] if directory else [])]
     running = []
     for rank in range(num_ranks):
         env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
@@ -141,7 +151,7 @@ def _main() -> None:
             print(device.to_json())
     else:
         mesh = make_mesh(device=sys.argv[1])
-        found = _of_first(mesh, rates(mesh, float(sys.argv[2])))
+        found = _of_first(mesh, rates(mesh, float(sys.argv[2]), directory=next(iter(sys.argv[3:]), None)))
         print(json.dumps(found, default=vars))
     close_mesh()
 

@@ -14,6 +14,7 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
+from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
@@ -21,6 +22,7 @@ from fzero.lower import (
     Lowered,
     abstract,
     abstract_params,
+    auto_of,
     batch_inputs,
     compute_leaves,
     extra_leaves,
@@ -29,9 +31,10 @@ from fzero.lower import (
     opt_state_inputs,
     params_inputs,
     recorded,
+    resolve,
     zero_of,
 )
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -39,19 +42,20 @@ from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import Plan, parse_bytes
+from fzero.schedule.plan import Decision, Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
-from fzero.transforms.offload import paths_of
+from fzero.transforms.offload import Offload, paths_of
 
 
 class _Compiled:
     """What training and evaluation share: lowering once per kind of batch, and the last program that ran."""
 
-    def __init__(self, step: Any, mesh: Mesh, backend: str, memory_budget: int | None):
+    def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
-        self.step, self.mesh, self.backend, self.memory_budget = step, mesh, backend, memory_budget
+        self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
+        self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._lowered: Lowered | None = None
@@ -82,6 +86,14 @@ class _Compiled:
         self._lowered = lowered
         return lowered, run
 
+    def _rates(self) -> Budget | None:
+        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
+        if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
+            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            nbytes, host, disk = self.limits
+            self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
+        return self._budget
+
     def _on_device(self, batch: Any, flat: list[torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of a batch where the program reads them."""
         if any(x.is_meta for x in flat):
@@ -91,10 +103,7 @@ class _Compiled:
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         """The program, and how to make it executable once all ranks agree on it."""
-        if self.memory_budget is not None and self._budget is None:  # the ranks of several hosts plan with the rates of the first
-            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
-            self._budget = Budget(self.memory_budget, Device.from_json(device), self.backend)
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._budget)
+        lowered = replace(lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates()), chosen=self._chosen)
 
         def finish() -> Callable[..., Any]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
@@ -105,10 +114,13 @@ class _Compiled:
 
 
 class CompiledStep(_Compiled):
-    """A training step on a mesh. Made by `compile`."""
+    """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open is decided by `init` or `restore`."""
 
-    def __init__(self, step: Step, mesh: Mesh, backend: str, memory_budget: int | None):
-        super().__init__(step, mesh, backend, memory_budget)
+    def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None):
+        super().__init__(step, mesh, backend, limits)
+        if (auto := auto_of(step)) is not None:
+            check_auto(auto, limits, batch is not None)
+        self._batch = None if batch is None else batch_inputs(batch)
         self._params: Inputs | None = None
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
@@ -135,6 +147,7 @@ class CompiledStep(_Compiled):
             params, graph = recorded(params, self.mesh.device_type)
         else:
             check_params(params)
+        self._resolve(params)
         inputs = params_inputs(self.step, self.mesh, params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "init")
@@ -151,16 +164,31 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        return self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        state = self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
+        return state
+
+    def _resolve(self, params: Any) -> None:
+        """Decides what the step leaves open of what rests where, for a tree of whole leaves."""
+        if auto_of(self.step) is not None:
+            budget = self._rates()
+            assert budget is not None and self._batch is not None
+            self.step, self._chosen = resolve(self.step, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
-        self._of = None  # the state before this one may go
+        self._of = None  # a state that nobody else holds any more makes room for the new one
         leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
-        near = {"device", "host"} if self.mesh.unified_memory else {"device"}
-        rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in near)
-        if self.memory_budget is not None and rests > self.memory_budget:
-            problems = [f"the state takes {rests:,} bytes on each rank, {rests - self.memory_budget:,} more than {self.memory_budget:,}"]
+        tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+        if self.mesh.unified_memory:
+            tiers[:2] = [({"device", "host"}, ""), (set(), "")]
+        problems = []
+        for (names, where), limit in zip(tiers, self.limits, strict=True):
+            rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in names)
+            if limit is not None and rests > limit:
+                problems.append(f"the state takes {rests:,} bytes{where} on each rank, {rests - limit:,} more than {limit:,}")
+        if problems:
             fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
             raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
         places = resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
@@ -184,12 +212,12 @@ class CompiledStep(_Compiled):
         from fzero import checkpoint
 
         saved = checkpoint.structure(path)
-        if params is not None:
-            inputs = params_inputs(self.step, self.mesh, abstract(params) if callable(params) else params)
-        elif self._params is not None:
+        if params is None and self._params is not None:
             inputs = self._params
         else:
-            inputs = params_inputs(self.step, self.mesh, saved.params)
+            whole = saved.params if params is None else abstract(params) if callable(params) else params
+            self._resolve(whole)
+            inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         meta = _abstract_state(inputs, opt_inputs)
         names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
@@ -216,7 +244,8 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for.
+            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
+            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
@@ -224,7 +253,8 @@ class CompiledStep(_Compiled):
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
-        return state, tree.unflatten(lowered.structure, outputs)
+        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
@@ -251,6 +281,7 @@ class CompiledStep(_Compiled):
         if self._of is None or state.params is not self._of[0] or state.opt_state is not self._of[1]:
             check_params(state.params)
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
+            self._resolve(abstract_params(found))
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
             wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._copies(state, expected)
             if wrong:
@@ -306,8 +337,8 @@ class CompiledStep(_Compiled):
 class CompiledEval(_Compiled):
     """A forward-only step on a mesh. Made by `compile`."""
 
-    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, memory_budget: int | None):
-        super().__init__(step, mesh, backend, memory_budget)
+    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+        super().__init__(step, mesh, backend, limits)
         self._inputs_of: tuple[Any, Inputs, Any] | None = None
 
     def __call__(self, params: Any, *batch: Any) -> Any:
@@ -346,7 +377,16 @@ class CompiledEval(_Compiled):
         return found
 
 
-def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | None = None, backend: str = "inductor") -> Any:
+def compile(
+    step: Step | EvalStep,
+    mesh: Mesh,
+    *,
+    memory_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    batch: Any = None,
+    backend: str = "inductor",
+) -> Any:
     """A step on a mesh, ready to run.
 
     Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles
@@ -357,12 +397,15 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | Non
         mesh: from `make_mesh`.
         memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is predicted to be fastest runs. By
             default the one that keeps at most two blocks' parameters whole, which is the one that needs least.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files.
+        batch: an example of this rank's batch, which `offload("auto")` is resolved for; meta tensors will do. Other batches may follow, if they fit.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program operation by operation.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
     Raises:
-        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine.
+        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine; `offload("auto")` without
+            what it is resolved for: a memory budget and a batch.
         BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:
@@ -380,8 +423,10 @@ def compile(step: Step | EvalStep, mesh: Mesh, *, memory_budget: int | str | Non
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
-    nbytes = None if memory_budget is None else parse_bytes(memory_budget)
-    return (CompiledStep if isinstance(step, Step) else CompiledEval)(step, mesh, backend, nbytes)  # type: ignore[arg-type]
+    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    if isinstance(step, EvalStep):
+        return CompiledEval(step, mesh, backend, (nbytes, host, disk))
+    return CompiledStep(step, mesh, backend, (nbytes, host, disk), batch)
 
 
 def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:

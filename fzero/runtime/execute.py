@@ -19,6 +19,7 @@ from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
 from fzero.program.show import source
+from fzero.runtime.limits import limits_of
 
 
 def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
@@ -57,14 +58,22 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     }
     exec(compile(text, filename, "exec"), namespace)
     run = namespace["train"] if "train" in namespace else namespace["evaluate"]
+    limits = limits_of(program, mesh) if "train" in namespace else None
+    if limits is not None:
+        namespace.update(limits.around(namespace))
 
     def whole_run(*trees: Any) -> tuple[Any, ...]:
+        if limits is not None:
+            limits.begin()
         carrier.begin(memory)
         outputs = run(*trees)
         tiers.end()
+        if limits is not None:
+            limits.end()
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
+    whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
 
 

@@ -5,8 +5,8 @@ On a mesh all ranks measure at once, so that what they share (memory, the host's
 
 from __future__ import annotations
 
+import itertools
 import math
-import mmap
 import os
 import tempfile
 import time
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fzero import compat
+from fzero.comm.disk import PIECE, Files, aligned
 from fzero.comm.transport import transport
 from fzero.mesh import Mesh
 from fzero.program.device import on_device
@@ -31,15 +32,19 @@ Progress = Callable[[str], None]
 _SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]  # rows, columns, inner of a product
 _COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
 _PAGE = 4096
+_REQUEST = 8 * PIECE  # bytes of a disk's reads and writes: more than its threads move at once
+SCRATCH = 4 * _REQUEST
+"""Bytes that measuring a disk takes there."""
 
 
-def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None) -> dict[str, Any]:
+def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None, directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Everything of a `Device` that is measured, on every rank of a mesh alike.
 
     Args:
         mesh: of this process alone, or of all ranks of a host.
         seconds: about how long to measure; compiling and starting come on top.
         progress: called with what is being measured.
+        directory: whose disk is measured.
     """
     device, each = mesh.device, seconds / 8
     out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}}
@@ -54,8 +59,9 @@ def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None) ->
     out["call_seconds"] = call_seconds(mesh, each / 2)
     progress("host")
     out["host_copy"] = host_copy(device, each / 2)
+    out["host_memory_bandwidth"] = copy_rate(torch.device("cpu"), each / 2, 1 if device.type == "cpu" else 16)
     progress("disk")
-    out["disk_read"], out["disk_write"] = disk(each)
+    out["disk_read"], out["disk_write"], out["disk_mixed"] = disk(each, directory)
     if mesh.size > 1:
         progress("links")
         out["links"]["intra"] = link(mesh, each)
@@ -92,9 +98,9 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
     return flops / best(one, device, seconds / 2), 2.5 * flops / best(two, device, seconds / 2)
 
 
-def copy_rate(device: torch.device, seconds: float) -> float:
-    """Bytes/s read and written together."""
-    nbytes = _COPY if device.type == "cpu" else 32 * _COPY
+def copy_rate(device: torch.device, seconds: float, times: int = 1) -> float:
+    """Bytes/s read and written together. `times`: as much as one thread's caches do not hold, where there are many."""
+    nbytes = _COPY * times if device.type == "cpu" else 32 * _COPY
     source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / best(lambda: target.copy_(source), device, seconds)
 
@@ -149,24 +155,37 @@ def link(mesh: Mesh, seconds: float) -> Link:
     return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
 
 
-def disk(seconds: float) -> tuple[Link, Link]:
-    """Read and written past the page cache, where the file system can, from page-aligned memory."""
-    with tempfile.TemporaryDirectory(prefix="fzero-calibrate-") as folder:
-        path, nbytes = os.path.join(folder, "probe"), 1 << 23
-        memory = mmap.mmap(-1, nbytes)
-        memory.write(os.urandom(_PAGE) * (nbytes // _PAGE))
-        handle = _open_direct(path)
-        try:
-            view = memoryview(memory)
-            cpu = torch.device("cpu")
-            written = fitted({n: best(lambda n=n: os.pwritev(handle, [view[:n]], 0), cpu, seconds / 4) for n in (_PAGE * 16, nbytes)})
-            os.fsync(handle)
-            read = fitted({n: best(lambda n=n: os.preadv(handle, [view[:n]], 0), cpu, seconds / 4) for n in (_PAGE * 16, nbytes)})
-        finally:
-            os.close(handle)
-            view.release()
-            memory.close()
-    return read, written
+def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:
+    """What scratch files are read at, what they are written at, and bytes/s of both together while pieces of the two take turns; by the threads, and in the
+    pieces, that a program's leaves on disk are moved with.
+
+    Args:
+        seconds: about how long to measure.
+        directory: in which; by default the system's for temporary files.
+    """
+    cpu = torch.device("cpu")
+    files = Files(directory or tempfile.gettempdir(), SCRATCH)
+    try:
+        ours, theirs = (aligned(_REQUEST).random_() for _ in range(2))
+        at = itertools.cycle(range(0, SCRATCH, _REQUEST))
+        for _ in range(4):  # what was never written is read without the disk
+            files.write([(next(at), ours)]).wait()
+
+        def both() -> None:
+            there, here = next(at), next(at)
+            parts = range(0, _REQUEST, PIECE)
+            reads, writes = ([(where + i, memory[i : i + PIECE]) for i in parts] for where, memory in ((there, theirs), (here, ours)))
+            started = [move([run]) for pair in zip(reads, writes, strict=True) for move, run in zip((files.read, files.write), pair, strict=True)]
+            for transfer in started:
+                transfer.wait()
+
+        sizes = (_PAGE * 16, _REQUEST)
+        read = fitted({n: best(lambda n=n: files.read([(next(at), theirs[:n])]).wait(), cpu, seconds / 6) for n in sizes})
+        written = fitted({n: best(lambda n=n: files.write([(next(at), ours[:n])]).wait(), cpu, seconds / 6) for n in sizes})
+        mixed = 2 * _REQUEST / best(both, cpu, seconds / 3)
+    finally:
+        files.close()
+    return read, written, mixed
 
 
 def best(run: Callable[[], Any], device: torch.device, seconds: float, times: int = 0) -> float:
@@ -206,10 +225,3 @@ def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _open_direct(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:  # a file system that has no such thing: through the page cache
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

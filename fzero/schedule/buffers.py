@@ -12,7 +12,8 @@ Until then the region stays taken. It costs nothing but the distance to the next
 loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
 
-Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait: a block's state that comes from disk is
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as is what a
+gather reads, which may lie in such a region: a block's state that comes from disk is
 updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
 """
 
@@ -63,7 +64,7 @@ class _Region:
     def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[_Slot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
         *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
-        self.align, self.nbytes = layout.SECTOR, -(-self.nbytes // layout.SECTOR) * layout.SECTOR
+        self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
         return [_Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
 
     def written(self, number: int) -> None:
@@ -98,10 +99,10 @@ class _Placer:
                 for root in self.views.roots(name):
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            if line.op == "wait":  # a copy between tiers reads until it is waited for
+            if line.op == "wait":  # a copy between tiers and a gather read until they are waited for
                 for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
                     self.read[root] = max(self.read.get(root, -1), i)
-            elif line.op in COPIES:
+            elif line.op in COPIES or line.op == "all_gather_start":
                 self.copying[line.out[0].name] = copied(line)
             for value in line.out:
                 self.made[value.name] = i
@@ -359,6 +360,8 @@ class _Views:
                 self._of.update((v.name, total) for v, total in zip(line.out, line.args, strict=False))
             if line.op == "cast":
                 self.alone.add(line.out[0].name)
+            if line.op in ("take_shard", "take_part"):
+                self._of[line.out[0].name] = line.args[0]
             if line.op != "call":
                 continue
             if line.fn not in found:

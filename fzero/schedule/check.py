@@ -49,7 +49,7 @@ class _Checker:
         self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
-        self.same: dict[str, str] = {}  # such a copy, and what it is copied from
+        self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -59,6 +59,8 @@ class _Checker:
                 self.staying[line.out[0].name] = () if line.writes else line.args
             elif line.op == "wait" and line.args[0] in self.staying:
                 self.same.update((v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True))
+            elif line.op in ("take_shard", "take_part"):
+                self.same[line.out[0].name] = self._origin(line.args[0])
             elif line.op == "add":
                 for value, total in zip(line.out, map(self._origin, line.args), strict=False):
                     self.same[value.name] = total
@@ -85,7 +87,7 @@ class _Checker:
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if gathers or not in_place:
                 self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)
-        if line.op not in COLLECTIVES:
+        if line.op not in COLLECTIVES or line.op == "all_gather_start":  # these read where their arguments lie
             spans += [self.places[a] for a in map(self._origin, copied(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
         for guard in self.guards.values():

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fzero.mesh import AbstractMesh
 from fzero.program.block import Joint
 from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Program, local_bytes, transfer_bytes
 from fzero.program.segment import ancestors
-from fzero.schedule.devices import Device
+from fzero.schedule.devices import Device, Link
 from fzero.schedule.fusion import kernels
 from fzero.schedule.nodes import PRODUCTS, packet
 from fzero.schedule.temporaries import temporaries
@@ -133,6 +133,23 @@ def _dtype(node: fx.Node) -> torch.dtype:
 # --- lines ---
 
 DISK = "disk"
+HOST = "host"
+
+
+def on_host(line: Line, program: Program) -> bool:
+    """Whether the host computes a line, on a mesh where that is another memory than the device's."""
+    if program.mesh.unified_memory or line.op in TRANSFERS:
+        return False
+    if line.op == "call":
+        return line.attrs.get("on") == "host"
+    return line.op in ("cast", "take_shard", "accumulate") and program.values_by_name[line.args[0]].tier == "host"
+
+
+def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
+    """What a line that the host computes reads and writes there."""
+    if line.op == "call":
+        return cost_of(program.functions[line.fn], backend).bytes
+    return float(sum(local_bytes(program.values_by_name[n], program.mesh) for n in (*line.args, *(v.name for v in line.out))))
 
 
 def channel(line: Line) -> str | None:
@@ -151,6 +168,8 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
     values, mesh = program.values_by_name, program.mesh
+    if on_host(line, program):  # bound by its memory, whatever it computes
+        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (device.call_seconds if line.op == "call" else 0.0)
     match line.op:
         case "call":
             return cost_of(program.functions[line.fn], backend).seconds(device)
@@ -193,6 +212,16 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
         bandwidth = inter.bandwidth if per_host == 1 else min(bandwidth, per_host * inter.bandwidth)
     sent = transfer_bytes(line, program.values_by_name, mesh)
     return inside * intra.latency + across * inter.latency + sent / bandwidth
+
+
+def as_used(device: Device, program: Program) -> Device:
+    """The device with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
+    used = {line.op for line, _ in program.walk()}
+    if not device.disk_mixed or not used >= {"disk_read_start", "disk_write_start"}:
+        return device
+    read, write = device.disk_read, device.disk_write
+    slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))  # than if they took turns
+    return replace(device, disk_read=Link(read.latency, slower * read.bandwidth), disk_write=Link(write.latency, slower * write.bandwidth))
 
 
 def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
@@ -258,4 +287,20 @@ def _counted(nodes: Iterable[fx.Node]) -> float:
     return total
 
 
-__all__ = ["Cost", "channel", "cost_of", "hardware_flops", "local_bytes", "model_flops", "product_flops", "seconds", "temporaries", "transfer_seconds"]
+__all__ = [
+    "DISK",
+    "HOST",
+    "Cost",
+    "as_used",
+    "channel",
+    "cost_of",
+    "hardware_flops",
+    "host_bytes",
+    "local_bytes",
+    "model_flops",
+    "on_host",
+    "product_flops",
+    "seconds",
+    "temporaries",
+    "transfer_seconds",
+]

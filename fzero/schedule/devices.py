@@ -16,7 +16,7 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 
-FORMAT = 2
+FORMAT = 3
 """Of a calibration file; a file of another format is measured again."""
 
 
@@ -50,7 +50,9 @@ class Device:
         call_seconds: fixed cost of one call of a compiled function.
         asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a copy by the thread that waits for it.
         host_copy: between the device's memory and the host's, one direction.
-        disk_read, disk_write: of this rank's share of the host's disk.
+        host_memory_bandwidth: bytes/s that functions on the host read and write together, with all threads of the rank: an update of what rests there.
+        disk_read, disk_write: of this rank's share of the host's disk, while it does nothing else.
+        disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they took turns.
         source: where the numbers come from.
         machine: of a calibration, what it is valid for.
         attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing were masked; where it is not
@@ -66,8 +68,10 @@ class Device:
     call_seconds: float
     asynchronous: bool
     host_copy: Link
+    host_memory_bandwidth: float
     disk_read: Link
     disk_write: Link
+    disk_mixed: float = 0.0
     source: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
@@ -104,8 +108,10 @@ _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
 """What large matrix products, streaming kernels and large transfers reach of a datasheet's peak, as published benchmarks of these devices find."""
 
 
-def _datasheet(name: str, flops: Mapping[str, float], memory: float, capacity: float, nvlink: float, network: float, pcie: float, source: str) -> Device:
-    """A device from its datasheet: peaks of dense products in FLOP/s, bandwidths in bytes/s of one direction."""
+def _datasheet(
+    name: str, flops: Mapping[str, float], memory: float, capacity: float, nvlink: float, network: float, pcie: float, host: float, source: str
+) -> Device:
+    """A device from its datasheet: peaks of dense products in FLOP/s, bandwidths in bytes/s of one direction; that of the host's memory as attained."""
     compute, share = _SHARE["compute"], _SHARE["link"]
     stated = f"{source}; attainable: {compute:g} of the products' peak, {_SHARE['memory']:g} of the memory's, {share:g} of the links'"
     return Device(
@@ -118,6 +124,7 @@ def _datasheet(name: str, flops: Mapping[str, float], memory: float, capacity: f
         call_seconds=2e-5,  # launching a compiled function of a few kernels from Python
         asynchronous=True,
         host_copy=Link(1e-5, pcie * share),
+        host_memory_bandwidth=host,
         disk_read=Link(1e-4, 6e9 / 8),  # one NVMe drive of 6 GB/s, 3 GB/s written, between eight devices
         disk_write=Link(1e-4, 3e9 / 8),
         source=stated,
@@ -127,16 +134,17 @@ def _datasheet(name: str, flops: Mapping[str, float], memory: float, capacity: f
 def _hopper(name: str, memory: float, capacity: float, source: str) -> Device:
     # float32 products are true float32 (TF32 is off by default in PyTorch); NVLink 4: 900 GB/s both directions; one 400 Gb/s adapter a device; PCIe 5 x16
     flops = {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float8_e4m3fn": 1979e12}
-    return _datasheet(name, flops, memory, capacity, 450e9, 50e9, 64e9, source)
+    # a host with eight channels of DDR5 a socket: 150 GB/s attained by an update that has them to itself
+    return _datasheet(name, flops, memory, capacity, 450e9, 50e9, 64e9, 150e9, source)
 
 
-# A100: NVLink 3: 600 GB/s both directions; one 200 Gb/s adapter a device; PCIe 4 x16
+# A100: NVLink 3: 600 GB/s both directions; one 200 Gb/s adapter a device; PCIe 4 x16; a host with eight channels of DDR4 a socket
 _AMPERE = {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
 
 KNOWN: Mapping[str, Device] = {
     "h100": _hopper("h100", 3.35e12, 80e9, "NVIDIA H100 SXM datasheet, dense, 400 Gb/s network"),
     "h200": _hopper("h200", 4.8e12, 141e9, "NVIDIA H200 SXM datasheet, dense, 400 Gb/s network"),
-    "a100": _datasheet("a100", _AMPERE, 2.039e12, 80e9, 300e9, 25e9, 32e9, "NVIDIA A100 80 GB SXM datasheet, dense, 200 Gb/s network"),
+    "a100": _datasheet("a100", _AMPERE, 2.039e12, 80e9, 300e9, 25e9, 32e9, 100e9, "NVIDIA A100 80 GB SXM datasheet, dense, 200 Gb/s network"),
     "cpu": Device(
         name="cpu",
         flops={"float32": 6e10, "bfloat16": 5e10, "float16": 5e10},
@@ -147,6 +155,7 @@ KNOWN: Mapping[str, Device] = {
         call_seconds=1.5e-5,
         asynchronous=False,
         host_copy=Link(0.0, 1.5e10),
+        host_memory_bandwidth=1.5e10,
         disk_read=Link(1e-4, 1e9),
         disk_write=Link(1e-4, 1e9),
         source="one thread of a current server core with AVX2, gloo over the loopback; measure your own: fzero calibrate",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fzero.layout import padded
 from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays
 from fzero.program.show import last_reads
 from fzero.program.storages import storage_of
@@ -40,6 +41,12 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
     """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on another tier."""
     tiers = {tier, "host"} if tier == "device" and program.mesh.unified_memory else {tier} if tier != "host" or not program.mesh.unified_memory else set()
     return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values() if leaf.layout.tier in tiers)
+
+
+def disk_bytes(program: Program) -> int:
+    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next."""
+    on_disk = (leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk")
+    return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
 
 
 def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
@@ -101,10 +108,14 @@ class _Memory:
                 self._release(name)
 
     def _sample(self, line: Line, turn: int) -> Sample:
-        now = dict(self.alive)
-        now["temporaries"] += self.temporaries[line.fn] if line.op == "call" else 0
+        now, on_host = dict(self.alive), self.on_host
+        inside = self.temporaries[line.fn] if line.op == "call" else 0
+        if line.attrs.get("on") == "host" and not self.program.mesh.unified_memory:
+            on_host += inside
+        else:
+            now["temporaries"] += inside
         now["idle_pool"] = self.program.pool_bytes - self.pooled
-        return Sample(self.number, turn, tuple(now[role] for role in ROLES), self.on_host)
+        return Sample(self.number, turn, tuple(now[role] for role in ROLES), on_host)
 
     def _on_host(self, value: Value) -> bool:
         return value.tier == "host" and not self.program.mesh.unified_memory

@@ -17,10 +17,10 @@ import torch
 from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Program, transfer_bytes
 from fzero.program.show import statements
-from fzero.schedule.cost import channel, cost_of, model_flops, seconds, temporaries
+from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.memory import ROLES, Sample, memory_of, resting_bytes
-from fzero.schedule.timeline import Event, Timeline, simulate
+from fzero.schedule.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
+from fzero.schedule.timeline import COMPUTE, Event, Timeline, simulate
 
 
 class At(NamedTuple):
@@ -31,12 +31,20 @@ class At(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A queue of transfers in one step of a rank: bytes it sends, how many transfers, seconds they take, seconds that compute waits for them."""
+    """A queue of transfers in one step of a rank: bytes it moves, how many transfers, seconds they take, seconds that compute waits for them.
+
+    `host` is one too, where an asynchronous device has functions that the host computes: bytes they read and write there, how many they are.
+    """
 
     bytes: int
     num_transfers: int
     busy_seconds: float
     exposed_seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s while it is busy, as assumed, with the latencies."""
+        return self.bytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
 class Wait(NamedTuple):
@@ -64,10 +72,12 @@ class Plan:
         device: whose rates were used.
         backend: that the functions were assumed to be built with.
         step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in which they wait for transfers.
-        channels: by name, `gather:data` or `reduce:data`.
+        channels: by name: `gather:data`, `reduce:data`, `to_host`, `to_device`, `disk`, `host`.
         waits: every line that waits, in order.
-        peak_bytes: the most memory alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
-        resting_bytes: the state between steps.
+        peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
+        resting_bytes: the state on the device between steps.
+        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it.
+        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
         mfu: model FLOPs utilisation: the share of the step that the device would need for `model_flops` at the rate it attains.
@@ -100,6 +110,9 @@ class Plan:
     peak_line: At
     breakdown: Mapping[str, int]
     resting_bytes: int
+    host_peak_bytes: int
+    host_resting_bytes: int
+    disk_bytes: int
     pool_bytes: int
     model_flops: float
     mfu: float
@@ -112,6 +125,18 @@ class Plan:
         from fzero.schedule.render import table
 
         return table(self)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step that each queue is busy, `compute` and the channels, the busiest first."""
+        seconds = {COMPUTE: self.compute_seconds, **{name: c.busy_seconds for name, c in self.channels.items()}}
+        return {name: s / self.step_seconds if self.step_seconds else 0.0 for name, s in sorted(seconds.items(), key=lambda item: -item[1])}
+
+    @property
+    def bound_by(self) -> str:
+        """The queue that bounds the step: the busiest. Its share in `busy` is what the step reaches of its ceiling, in which all else hides behind it. On a
+        CPU, where transfers between ranks and functions take turns, no step reaches that."""
+        return next(iter(self.busy))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is for."""
@@ -166,6 +191,8 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         queue = channel(line)
         if queue is not None:
             sent[queue] = sent.get(queue, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
+        elif found.asynchronous and on_host(line, program):
+            sent[HOST] = sent.get(HOST, 0) + times * int(host_bytes(line, program, backend))
     exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
@@ -185,9 +212,12 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         peak_line=At(peak.line, line_of[peak.line]),
         breakdown=dict(zip(ROLES, peak.by_role, strict=True)),
         resting_bytes=resting_bytes(program),
+        host_peak_bytes=max(sample.host for sample in memory),
+        host_resting_bytes=resting_bytes(program, "host"),
+        disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
-        mfu=flops / timeline.step_seconds / found.rate(_compute_dtype(program)) if timeline.step_seconds else 0.0,
+        mfu=flops / timeline.step_seconds / found.rate(compute_dtype(program)) if timeline.step_seconds else 0.0,
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),
@@ -195,9 +225,10 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     )
 
 
-def peak_bytes(program: Program, device: Device, backend: str) -> int:
-    """That of `plan`, alone."""
-    return max(sample.total for sample in _memory(program, device, backend))
+def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int, int]:
+    """Those of `plan`, alone: of the device, of the host, and what lies on disk."""
+    memory = _memory(program, device, backend)
+    return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
 
 
 def step_seconds(program: Program, device: Device, backend: str) -> float:
@@ -211,7 +242,8 @@ def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
 
 
 def _timeline(program: Program, device: Device, backend: str) -> Timeline:
-    return simulate(program, functools.partial(seconds, program=program, device=device, backend=backend), device.asynchronous)
+    rates = as_used(device, program)
+    return simulate(program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous)
 
 
 def fits(plan: Plan, budget: str | int) -> bool:
@@ -248,7 +280,7 @@ def parse_bytes(size: Any) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _compute_dtype(program: Program) -> torch.dtype:
+def compute_dtype(program: Program) -> torch.dtype:
     """The dtype that most products run in."""
     flops: dict[torch.dtype, float] = {torch.float32: 0.0}
     for line, times in program.walk():

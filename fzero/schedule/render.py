@@ -15,7 +15,7 @@ from fzero.schedule.timeline import COMPUTE, Event
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fzero.schedule.plan import Plan
+    from fzero.schedule.plan import Channel, Plan
 
 _WIDTH = 120  # columns of a table
 _LONGEST_WAITS = 5
@@ -42,14 +42,23 @@ def tables(plan: Plan) -> list[Table]:
         ("at rest", as_bytes(plan.resting_bytes), "the state between steps"),
         ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
         ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
+        ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
         ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
     ]
     out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
     roles = [(role, as_bytes(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(Table("at the peak", ("", "bytes", "share"), roles))
+    if plan.host_peak_bytes or plan.disk_bytes:
+        tiers = [
+            ("device", as_bytes(plan.resting_bytes), as_bytes(plan.peak_bytes), ""),
+            ("host", as_bytes(plan.host_resting_bytes), as_bytes(plan.host_peak_bytes), "" if plan.host_peak_bytes else "the device's memory"),
+            ("disk", as_bytes(plan.disk_bytes), as_bytes(plan.disk_bytes), "scratch files"),
+        ]
+        out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
     if plan.channels:
-        rows = [(q, as_bytes(c.bytes), str(c.num_transfers), as_seconds(c.busy_seconds), as_seconds(c.exposed_seconds)) for q, c in plan.channels.items()]
-        out.append(Table("transfers", ("channel", "sends", "transfers", "busy", "exposed"), rows))
+        columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
+        rows = [(queue, *_moved(c), f"{plan.busy[queue]:.1%}", as_seconds(c.exposed_seconds)) for queue, c in plan.channels.items() if c.num_transfers]
+        out.append(Table("transfers", columns, rows))
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
         waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
@@ -57,6 +66,10 @@ def tables(plan: Plan) -> list[Table]:
     if plan.decisions:
         out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
     return out
+
+
+def _moved(channel: Channel) -> tuple[str, ...]:
+    return as_bytes(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", as_seconds(channel.busy_seconds)
 
 
 def plain(tables: Iterable[Table]) -> str:
@@ -123,14 +136,20 @@ def as_json(plan: Plan) -> str:
         "peak_line": plan.peak_line._asdict(),
         "breakdown": dict(plan.breakdown),
         "resting_bytes": plan.resting_bytes,
+        "host_peak_bytes": plan.host_peak_bytes,
+        "host_resting_bytes": plan.host_resting_bytes,
+        "disk_bytes": plan.disk_bytes,
         "pool_bytes": plan.pool_bytes,
         "model_flops": plan.model_flops,
         "mfu": plan.mfu,
-        "channels": {name: c._asdict() for name, c in plan.channels.items()},
+        "bound_by": plan.bound_by,
+        "busy": plan.busy,
+        "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},
         "waits": [{"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits],
         "decisions": [d._asdict() for d in plan.decisions],
         "memory_columns": ["line", "turn", *ROLES],
         "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
+        "host_memory": [s.host for s in plan.memory],
     }
     return json.dumps(data, indent=1) + "\n"
 
@@ -176,7 +195,7 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
         raise FzeroValueError(message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")) from error
-    scale, unit = _unit(max(plan.peak_bytes, budget or 0))
+    scale, unit = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
     rows = [[s.by_role[i] / scale for s in plan.memory] for i in range(len(ROLES))]
     shown = [i for i in range(len(ROLES)) if any(rows[i])]
     peak = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
@@ -198,9 +217,11 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
         family="monospace",
         parse_math=False,
     )
+    if plan.host_peak_bytes:
+        axes.plot(range(len(plan.memory)), [s.host / scale for s in plan.memory], color="black", linewidth=1, drawstyle="steps-mid", label="host memory")
     if budget is not None:
         axes.axhline(budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set(xlim=(0, max(1, len(plan.memory) - 1)), ylim=(0, 1.2 * max(top, (budget or 0) / scale)))
+    axes.set(xlim=(0, max(1, len(plan.memory) - 1)), ylim=(0, 1.2 * max(top, plan.host_peak_bytes / scale, (budget or 0) / scale)))
     axes.set(xlabel="lines, in the order they run", ylabel=f"{unit} on each rank", title=f"{plan.name} on mesh {plan.mesh}: memory")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -17,6 +17,8 @@ from fzero.layout import Leaf
 from fzero.program.ir import Line, Program, Value
 from fzero.program.record import Recorded
 
+aten = torch.ops.aten
+
 
 def rewrite(program: Program, copies: Mapping[str, Leaf]) -> Program:
     """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path of the master."""
@@ -52,7 +54,7 @@ def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
         with graph.inserting_after(last):
             last = graph.placeholder(f"copy_{i}")
             last.meta["val"] = torch.empty_like(value, dtype=leaf.dtype)
-        cast = graph.call_function(torch.ops.aten._to_copy.default, (new[master],), {"dtype": leaf.dtype})
+        cast = graph.call_function(aten._to_copy.default, (new[master],), {"dtype": leaf.dtype})
         cast.meta["val"] = torch.empty_like(value, dtype=leaf.dtype)
         casts.append(cast)
     graph.output((*outputs[:num], *casts, *outputs[num:]))

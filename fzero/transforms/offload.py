@@ -18,7 +18,7 @@ from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
 TIERS = {"cpu": "host", "nvme": "disk"}
-"""The tiers one can name, and what a layout calls them."""
+"""The tiers one can name, and what a layout calls them. "auto" leaves them open."""
 
 ROLES = ("opt_state", "params", "activations")
 SIDES = ("auto", "host", "device")
@@ -40,6 +40,8 @@ class Offload(Transform):
         """Two records hold together if no role is in both."""
         if not isinstance(other, Offload):
             return None
+        if self.tier == other.tier == "auto":
+            return "what rests where is chosen for all roles at once: name them in one"
         if both := [role for role in ROLES if role in self.of and role in other.of]:
             return f"{', '.join(both)}: one tensor sent to two tiers"
         return "the files of a state lie in one place: give both the same path" if self.path and other.path and self.path != other.path else None
@@ -69,16 +71,21 @@ def offload(
 ) -> Any:
     """Keeps optimizer state, parameters or activations in host memory ("cpu") or on disk ("nvme") and brings them to where they are needed, when.
 
+    `offload("auto")` leaves open which of them rest where, and what share of each: `compile` and `lower` choose what is predicted to be fastest of what fits
+    `memory_budget`, `host_budget` and `disk_budget`, for a given batch. The step they then have is one with offloads as one could have written them.
+
     Equal bit for bit to the same step without it, wherever the update runs in the same arithmetic: there is no staleness. Combines with every sharding:
     each rank keeps its own shards. Two may be applied whose roles differ: parameters in host memory, optimizer state on disk.
 
     Args:
         step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An evaluation has no optimizer state
             and keeps no activations: what is said of these does not apply to it.
-        tier: "cpu" or "nvme"; by default "cpu".
-        of: "opt_state" (the default), "params", "activations", or several. Under `mixed_precision` the masters, which are only read to be cast, rest with
-            the optimizer's state unless "params" says otherwise. "params" alone leaves the optimizer's state on the device.
-        path: for "nvme" a directory, or several over which the leaves are striped. What lies there is scratch of this run, never a checkpoint.
+        tier: "cpu", "nvme" or "auto"; by default "cpu".
+        of: "opt_state" (the default), "params", "activations", or several; with "auto" those that may be moved, by default all. Under `mixed_precision`
+            the masters, which are only read to be cast, rest with the optimizer's state unless "params" says otherwise. "params" alone leaves the
+            optimizer's state on the device.
+        path: for "nvme" a directory, or several over which the leaves are striped. What lies there is scratch of this run, never a checkpoint. "auto" uses
+            a disk if there is a path.
         fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
         update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" takes what the plan predicts to be faster.
@@ -109,11 +116,12 @@ def offload(
         if tier is not None and of is not None:
             problems.append(f"{step!r}, {tier!r}, {of!r}: one tier and the roles")
         step, tier, of = None, step, tier if tier is not None else of
-    tier, of = "cpu" if tier is None else tier, "opt_state" if of is None else of
+    tier = "cpu" if tier is None else tier
+    of = (ROLES if tier == "auto" else "opt_state") if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
     paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
-    if not isinstance(tier, str) or tier not in TIERS:
-        problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, TIERS))}")
+    if not isinstance(tier, str) or tier not in (*TIERS, "auto"):
+        problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, (*TIERS, 'auto')))}")
     if odd := [role for role in roles if role not in ROLES]:
         problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
     if not roles:
@@ -128,6 +136,8 @@ def offload(
         problems.append("of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to 'cpu'")
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
+    elif tier == "auto" and fraction != 1:
+        problems.append(f"fraction={fraction!r}: 'auto' chooses it")
     if where is not None and not callable(where):
         problems.append(f"where={where!r}: a predicate is a function of (path, leaf)")
     if update_on not in SIDES:
@@ -159,13 +169,16 @@ def tiers_of(
         params: its parameters, in leaf order.
         ties: of each the first that is the same tensor, and which it follows; by default none is another's.
         casts: whether a parameter is a master: computed in another dtype than it rests in. Masters rest with their optimizer state.
+
+    Of two records for one role, which only "auto" makes, the second takes its fraction of what the first one leaves.
     """
     ties = list(range(len(params))) if ties is None else ties
     distinct = [i for i, t in enumerate(ties) if i == t]
     by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}}
     for record in records:
         for role in (role for role in record.of if role in by_role):
-            held = distinct if role == "params" else [i for i in distinct if params[i].dtype.is_floating_point]  # an integer has no optimizer state
+            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state
+            held = [i for i in held if i not in by_role[role]]
             by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
     out = []
     for t in ties:

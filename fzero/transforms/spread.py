@@ -64,7 +64,9 @@ class _Rewrite:
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
         for line in lines:
-            if line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs:  # cast on the shard, where it is gathered
+            if (
+                line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
+            ):  # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds

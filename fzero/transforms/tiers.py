@@ -23,14 +23,26 @@ from fzero.transforms.offload import Offload, spread_out
 SMALL = 1 << 14  # bytes: an activation of less stays on the device
 
 
-def rewrite(program: Program) -> Program:
-    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged."""
+def rewrite(program: Program, update_on: str = "host") -> Program:
+    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
+
+    Args:
+        program: to be rewritten.
+        update_on: the side, "host" or "device", that computes the update of what rests elsewhere, if the step leaves it open.
+    """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records).run() if records else program
+    return _Rewrite(program, records, update_on).run() if records else program
+
+
+def leaves_side_open(program: Program) -> bool:
+    """Whether a step does not say which side computes the update of what rests elsewhere. Where both are one memory it does not matter."""
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    off = any("opt_state" in r.of for r in records) and not program.mesh.unified_memory
+    return off and all(r.update_on == "auto" for r in records)
 
 
 class _Rewrite:
-    def __init__(self, program: Program, records: Sequence[Offload]):
+    def __init__(self, program: Program, records: Sequence[Offload], update_on: str):
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
@@ -38,7 +50,7 @@ class _Rewrite:
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
-        self.update_on = next((r.update_on for r in records if r.update_on != "auto"), "host")
+        self.update_on = next((r.update_on for r in records if r.update_on != "auto"), update_on)
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward

@@ -1,0 +1,220 @@
+"""Trains a byte-level GPT whose training state is several times larger than the memory it may use: parameters and optimizer state rest on disk.
+
+python examples/train_big.py --memory 2GB                              # 500 M parameters, 6 GB of state
+python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower and deeper
+torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the state
+python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from console import INTERRUPT, WHOLE, WORLD, any_rank, below_one, exit_code, parsed, progress, say
+from rich.table import Table
+from train_gpt import VOCAB, gpt, init_gpt
+
+import fzero as fz
+from fzero import optim
+from fzero.layout import leaf_of
+from fzero.schedule.plan import parse_bytes
+
+STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
+TOOLS = 300_000_000  # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in the plan
+HEAD = 64  # features of an attention head
+
+# --- The model: as large as it is asked to be, as wide as the memory allows ---
+
+
+def layers_for(num_params: float, width: int) -> int:
+    """How deep a model of a width is that has so many parameters: 12 width^2 + 2 width a layer, beside the embedding and the head."""
+    return max(1, math.ceil((num_params - (2 * VOCAB + 1) * width) / (12 * width**2 + 2 * width)))
+
+
+def training(args: argparse.Namespace, width: int) -> tuple[Any, Callable[..., Any]]:
+    """The step of a model of a width, and the function that makes its parameters. There is no clipping: it takes all gradients at once to know their norm."""
+    schedule = optim.warmup_cosine(args.lr, args.steps // 4, args.steps, init=args.lr / 10, end=args.lr / 10)
+    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
+
+    def init(key):
+        return init_gpt(key, layers=layers_for(args.params, width), width=width)
+
+    def loss_fn(params, batch):
+        return gpt(params, *batch, heads=width // HEAD)
+
+    off = fz.offload("nvme", ("opt_state", "params"), path=args.path)
+    return fz.compose(fz.shard_params(axis="data"), fz.remat("full"), off)(fz.train_step(loss_fn, adamw)), init
+
+
+def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., Any], fz.Lowered]:
+    """The step, the function that makes its parameters, and its program.
+
+    A wide model multiplies large matrices, but the buffers of the blocks under way are as large as these. It begins with a layer for every 64 of its width,
+    and becomes narrower and deeper until what the plan says of its program fits.
+    """
+    tokens = torch.empty(args.batch // mesh.size, args.seq, dtype=torch.int64, device="meta")
+    width = args.width or max(HEAD, round((args.params * HEAD / 12) ** (1 / 3) / HEAD) * HEAD)
+    while True:
+        step, init = training(args, width)
+        lowered = fz.lower(step, mesh, init, (tokens, tokens), backend=args.backend)
+        fits = lowered.plan.peak_bytes + TOOLS <= args.memory
+        if fits or args.width or width == HEAD:
+            break
+        width = max(HEAD, int(0.8 * width / HEAD) * HEAD)
+    num_params = sum(leaf.numel for leaf in lowered.params.leaves)
+    planned = f"{gb(lowered.plan.peak_bytes)} planned and {gb(TOOLS)} for the compiler, of {gb(args.memory)} allowed"
+    say(f"a GPT of {num_params / 1e6:,.1f} M parameters: {layers_for(args.params, width)} layers, {width} wide")
+    say(f"state on disk: {gb(STATE * num_params)}; peak memory of each process: {planned}")
+    if not fits:
+        raise fz.errors.BudgetError(f"this model does not fit: {planned}\nFix: a larger --memory, or less of --params, --batch or --seq")
+    return step, init, lowered
+
+
+# --- The machine ---
+
+
+def resident(device: torch.device, most: bool = False) -> int:
+    """Bytes of this process in memory, on a GPU in the GPU's: now, or at the most so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
+    which = "VmHWM" if most else "VmRSS"
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+
+
+def scratch() -> str:
+    """The roomiest of the directories for temporary files and this one, but for those that the system keeps in memory."""
+    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
+    mount = lambda path: str(next(p for p in (path, *path.parents) if p.is_mount()))  # noqa: E731
+    places = [p for p in (Path(tempfile.gettempdir()).resolve(), Path("/var/tmp"), Path.cwd()) if os.access(p, os.W_OK)]
+    on_disk = [p for p in places if kinds.get(mount(p)) not in ("tmpfs", "ramfs")]
+    return str(max(on_disk or [Path.cwd()], key=lambda p: shutil.disk_usage(p).free))
+
+
+# --- What is seen of it ---
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def described(r: dict[str, Any]) -> str:
+    disk = r["links"]["disk"]
+    text = f"loss {r['loss']:.4f}  {r['tokens_per_s']:,.0f} tokens/s  disk {gb(disk['bytes_per_second'])}/s  waits {disk['stalled']:.0%}"
+    return f"{text}  bound by {r['bound_by']}  resident {gb(r['resident_bytes'])}"
+
+
+def tiers(state: fz.State, memory: int) -> Callable[[dict[str, Any]], Table]:
+    """What a terminal shows below the progress: what rests where, what moves, and how long compute waits for it."""
+    rests = {"disk": 0, "device": 0}
+    for x in fz.tree.leaves(state):
+        found = leaf_of(x)
+        rests[found[0].layout.tier if found else "device"] += x.nbytes
+
+    def below(r: dict[str, Any]) -> Table:
+        disk, full = r["links"]["disk"], min(20, round(20 * r["resident_bytes"] / memory))
+        table = Table("tier", "rests", "moves a step", "while busy", "busy", "compute waits")
+        table.caption = f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}; bound by {r['bound_by']}"
+        speed = f"{gb(disk['bytes_per_second'])}/s"
+        table.add_row("disk", gb(rests["disk"]), gb(disk["bytes"]), speed, f"{disk['busy']:.0%}", f"{disk['stalled']:.0%}")
+        table.add_row("memory", gb(rests["device"]))
+        return table
+
+    return below
+
+
+# --- The run ---
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    mesh = fz.make_mesh()  # all processes along one axis, `data`
+    empty = resident(mesh.device)
+    step, init, lowered = sized(args, mesh)
+    if args.print_program:
+        say(str(lowered.program))
+    if args.plan:
+        say(str(lowered.plan))
+        return
+    text = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed)
+    here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
+    train = fz.compile(step, mesh, backend=args.backend)
+    state = train.restore(args.out, params=init) if args.resume else train.init(init, fz.random.key(args.seed))
+    start, below = int(state.step), tiers(state, args.memory)
+    say(f"the state is in {args.path}: {f'resuming at step {start}' if start else 'training'}")
+
+    with progress(args, start, described, below) as report, fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches:
+        for index, batch in batches:
+            clock = time.perf_counter()
+            state, metrics = train(state, batch)
+            done, loss = index + 1, float(metrics["loss"])  # float() waits for the step
+            seconds = time.perf_counter() - clock
+            rates = {"tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "resident_bytes": resident(mesh.device) - empty}
+            report({"step": done, "loss": loss, **rates, **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")}})
+            INTERRUPT["stepped"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
+            if args.out and (stop or done == args.steps):
+                fz.checkpoint.save(args.out, state, keep=1, meta=vars(args))
+            if stop and done < args.steps:
+                raise KeyboardInterrupt(f"stopped at step {done}{'; continue with --resume' if args.out else ''}")
+    peak = resident(mesh.device, most=True) - empty
+    say(f"at the most {gb(peak)} were resident over the empty process, {'within' if peak <= args.memory else 'MORE THAN'} the {gb(args.memory)} allowed")
+
+
+def parse_args(description: str | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--memory", type=amount, default="2GB", help="that each process may take over an empty one, on a GPU of its: 2GB (10^9), 1.5GiB (2^30)")
+    p.add_argument("--params", type=number, metavar="N", help="500M, 1.5B; by default as many that their state is three times --memory")
+    p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
+    p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
+    p.add_argument("--batch", **WHOLE, default=8, help="sequences a step, over all processes")
+    p.add_argument("--steps", **WHOLE, default=20)
+    p.add_argument("--lr", type=float, default=2e-4)
+    p.add_argument("--seed", **WHOLE, default=0)
+    p.add_argument("--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room")
+    p.add_argument("--threads", **WHOLE, help="of each process")
+    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
+    p.add_argument("--out", metavar="DIR", help="where a checkpoint goes at the end or at Ctrl-C; by default there is none")
+    p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    p.add_argument("--json", metavar="FILE", help="one line a step")
+    p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
+    p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")
+
+    def problems_of(args: argparse.Namespace) -> list[str]:
+        problems = below_one(args, "steps", "seq", "batch", *(name for name in ("width", "threads", "params") if getattr(args, name) is not None))
+        if not problems and (args.width or HEAD) % HEAD:
+            problems.append(f"--width {args.width} is not a multiple of {HEAD}")
+        if not problems and args.batch % WORLD:
+            problems.append(f"--batch {args.batch} is not a multiple of {WORLD} processes")
+        return problems + (["--resume needs --out"] if args.resume and not args.out else [])
+
+    args = parsed(p, problems_of)
+    args.params, args.path = args.params or 3 * args.memory // STATE, args.path or scratch()
+    return args
+
+
+def amount(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except fz.errors.FzeroError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, as 2GB and 512MiB are") from None
+
+
+def number(text: str) -> int:
+    try:
+        return int(float(text.rstrip("KMB")) * {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, as 500M and 1.5B are") from None
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: run(parse_args(__doc__))))

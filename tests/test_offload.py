@@ -1,0 +1,196 @@
+"""Offload against the same step without it, on one process: every tier and role beside every other transform, bit for bit. Ranks: test_offload_ranks.py."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import test_trees
+import test_update
+import torch
+from models import MODELS, OPTIMIZERS
+from offloads import BOTH, EXTRAS, OFFLOADS, same, trained
+
+import fzero as fz
+from fzero import optim
+from fzero.layout import leaf_of
+from fzero.program.ir import COPIES, Program
+
+TRAINED = [("gpt", "adamw"), ("gpt", "clipped"), ("mixed", "lamb"), ("mixed", "clipped"), ("bare", "sgd"), ("bare", "lion")]
+MEMORIES = {"one memory": True, "apart": False}
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few cases in which every two values of different axes meet."""
+
+    def pairs(case: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    everything = list(itertools.product(*axes))
+    missing, out = set().union(*map(pairs, everything)), []
+    while missing:
+        out.append(max(everything, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(out[-1])
+    return out
+
+
+CASES = pairwise(sorted(OFFLOADS), sorted(EXTRAS), range(len(TRAINED)), sorted(MEMORIES))
+
+
+@functools.cache
+def without(extra: str, model: str, optimizer: str) -> Any:
+    return trained(fz.make_mesh(data=1), EXTRAS[extra], model, optimizer)[0]
+
+
+@pytest.mark.parametrize("name", sorted(OFFLOADS))
+def test_a_step_with_offload_equals_the_step_without(tmp_path: Path, name: str) -> None:
+    cases = [case for case in CASES if case[0] == name]
+    assert len(cases) >= 6
+    for _, extra, which, memory in cases:
+        mesh = fz.make_mesh(data=1, unified_memory=MEMORIES[memory])
+        found, train, state = trained(mesh, (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), *TRAINED[which])
+        assert same(found, without(extra, *TRAINED[which])), (name, extra, TRAINED[which], memory)
+        tiers = {leaf_of(x)[0].layout.tier for x in fz.tree.leaves((state.params, state.opt_state))}
+        assert {"cpu": "host", "nvme": "disk"}.get(name.split()[0], "disk") in tiers
+        assert any(line.op in COPIES for line, _ in train.program.walk())
+
+
+@pytest.mark.parametrize("name", ["exchanges_two_leaves", "keeps_the_last_gradients", "keeps_the_last_norms", "makes_one_value_twice"])
+def test_optimizers_whose_state_moves(tmp_path: Path, name: str) -> None:
+    """Leaves that take each other's values: those of before any was overwritten, wherever they rest."""
+    out = []
+    for transforms, memory in [((), True), *((OFFLOADS[o](tmp_path), m) for o in ("cpu all", "nvme both", "mix", "nvme on device") for m in (True, False))]:
+        step = fz.compose(*transforms)(fz.train_step(test_update.loss_fn, getattr(test_update, name)()))
+        train = fz.compile(step, fz.make_mesh(data=1, unified_memory=memory), backend="eager")
+        state = train.init(test_update.PARAMS)
+        for batch in test_update.BATCHES:
+            state, _ = train(state, batch)
+        out.append(train.gather(state))
+    assert all(same(found, out[0]) for found in out)
+
+
+@pytest.mark.parametrize("name", ["tied", "tied and frozen"])
+def test_tied_leaves_rest_once(tmp_path: Path, name: str) -> None:
+    case, out = test_trees.CASES[name], []
+    keywords = {"trainable": case.trainable} if case.trainable else {}
+    for transforms, memory in [((), True), *((OFFLOADS[o](tmp_path), m) for o in ("cpu all", "nvme both", "nvme half") for m in (True, False))]:
+        step = fz.compose(*transforms)(fz.train_step(case.loss, optim.adamw(1e-2), **keywords))
+        train = fz.compile(step, fz.make_mesh(data=1, unified_memory=memory), backend="eager")
+        state = train.init(case.make())
+        assert test_trees._ties(state.params) == test_trees._ties(case.make())
+        for i in range(3):
+            state, metrics = train(state, case.batch(i))
+        out.append((train.gather(state), metrics["loss"]))
+    assert all(same(found, out[0]) for found in out)
+
+
+def dropout_loss(params: Any, batch: Any, *, key: torch.Tensor) -> torch.Tensor:
+    x = models.embed(params["embed"], batch["tokens"])
+    for p, k in zip(params["layers"], fz.random.split(key, len(params["layers"])), strict=True):
+        x = fz.random.dropout(k, models.layer(p, x), 0.3)
+    return models.head(params["head"], x, batch["targets"])
+
+
+def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "dropout", models.Model(models.gpt_init, dropout_loss))
+    for extra in ("accumulate", "bf16"):
+        want = trained(fz.make_mesh(data=1), EXTRAS[extra], "dropout")[0]
+        assert not same(want, without(extra, "gpt", "adamw"))
+        for name in ("cpu all", "nvme both"):
+            found = trained(fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), "dropout")[0]
+            assert same(found, want), (extra, name)
+
+
+@pytest.mark.parametrize("precision", [False, True])
+@pytest.mark.parametrize("name", ["cpu opt_state", "cpu all", "nvme both", "nvme where", "mix"])
+def test_evaluation_reads_what_training_keeps(tmp_path: Path, name: str, precision: bool) -> None:
+    transforms = (*OFFLOADS[name](tmp_path), *EXTRAS["bf16" if precision else "none"])
+    want, _, plain = trained(fz.make_mesh(data=1), EXTRAS["bf16" if precision else "none"])
+    batch = models.batches(1)[0]
+    predicted = fz.compile(fz.compose(*EXTRAS["bf16" if precision else "none"])(fz.eval_step(models.gpt_loss)), fz.make_mesh(data=1), backend="eager")
+    for memory in (True, False):
+        mesh = fz.make_mesh(data=1, unified_memory=memory)
+        found, train, state = trained(mesh, transforms)
+        evaluate = fz.compile(fz.compose(*transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
+        assert torch.equal(evaluate(state.params, batch), predicted(plain.params, batch))
+        assert same(found, want) and same(train.gather(state), want[1]), "an evaluation changes nothing"
+
+
+@pytest.mark.parametrize(("name", "memory"), [("cpu all", "apart"), ("nvme both", "one memory")])
+def test_compiled_functions(tmp_path: Path, name: str, memory: str) -> None:
+    want = trained(fz.make_mesh(data=1), EXTRAS["bf16"], optimizer="clipped", backend="inductor")[0]
+    mesh = fz.make_mesh(data=1, unified_memory=MEMORIES[memory])
+    found = trained(mesh, (*EXTRAS["bf16"], *OFFLOADS[name](tmp_path)), optimizer="clipped", backend="inductor")[0]
+    assert same(found, want)
+
+
+@pytest.mark.parametrize("name", ["cpu opt_state", "nvme both"])
+def test_a_memory_budget_beside_offload(tmp_path: Path, name: str) -> None:
+    """What is kept for the backward, chosen to fit: fewer bytes, the same numbers."""
+    mesh, transforms = fz.make_mesh(data=1, unified_memory=False), (*OFFLOADS[name](tmp_path), fz.remat("auto"), fz.accumulate(2))
+    want = trained(fz.make_mesh(data=1), (fz.accumulate(2), fz.remat("full")))[0]
+    free, train, _ = trained(mesh, transforms, memory_budget="1GiB")
+    least = trained(mesh, (*OFFLOADS[name](tmp_path), fz.remat("full"), fz.accumulate(2)))[1].plan.peak_bytes
+    budget = (least + train.plan.peak_bytes) // 2
+    assert least < train.plan.peak_bytes
+    tight, small, _ = trained(mesh, transforms, memory_budget=budget)
+    assert small.plan.peak_bytes <= budget < train.plan.peak_bytes
+    for (metrics, state), (_, other) in itertools.product((free, tight), (want,)):
+        assert torch.isfinite(torch.stack([loss for loss, _ in metrics])).all()
+        for a, b in zip(fz.tree.leaves(state.params), fz.tree.leaves(other.params), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def plain(num_steps: int) -> Any:
+    return trained(fz.make_mesh(data=1), (), num_steps=num_steps)[0]
+
+
+@pytest.mark.parametrize("name", ["nvme both", "nvme opt_state", "mix", "cpu all"])
+def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
+    """From a checkpoint of any tier into any tier; and a state is gathered in the middle without a trace."""
+    transforms, mesh, data = OFFLOADS[name](tmp_path), fz.make_mesh(data=1, unified_memory=False), models.batches(4)
+    (_, want), (_, middle) = (plain(4), plain(2))
+    _, train, state = trained(mesh, transforms, num_steps=2)
+    assert same(train.gather(state), middle)
+    fz.checkpoint.save(tmp_path / "saved", state)
+    for into in (transforms, (), OFFLOADS["nvme half"](tmp_path)):
+        step = fz.compose(*into)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+        other = fz.compile(step, mesh, backend="eager")
+        restored = other.restore(tmp_path / "saved", MODELS["gpt"].init)
+        for batch in data[2:]:
+            restored, _ = other(restored, batch)
+        assert same(other.gather(restored), want), into
+    for batch in data[2:]:
+        state, _ = train(state, batch)
+    assert same(train.gather(state), want)
+
+
+# --- the program ---
+
+
+def lowered(*transforms: Any, ranks: int = 2, optimizer: str = "adamw", layers: int = 3, **mesh: Any) -> Program:
+    step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS[optimizer]()))
+    batch = models.meta_part(models.batches(1)[0], ranks)
+    return fz.lower(step, fz.AbstractMesh(data=ranks, **mesh), lambda key: models.gpt_init(key, layers), batch).program
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_the_order_of_transforms_changes_nothing(unified: bool) -> None:
+    records = [fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch"), fz.shard_params(), fz.mixed_precision("bf16"), fz.accumulate(2)]
+    orders = [records, records[::-1], records[2:] + records[:2], records[1:4] + records[:1] + records[4:]]
+    texts = {fz.show(lowered(*order, unified_memory=unified)) for order in orders}
+    assert len(texts) == 1
+
+
+def test_a_step_with_nothing_off_is_unchanged() -> None:
+    """Where the predicate takes nothing, and on a state of which no leaf is moved."""
+    nothing = fz.offload("cpu", BOTH, where=lambda path, leaf: False)
+    for transforms in ((fz.data_parallel(),), (fz.shard_params(), fz.accumulate(2))):
+        with_, without_ = (fz.show(lowered(*transforms, *more, unified_memory=False)) for more in ((nothing,), ()))
+        assert [x for x in with_.splitlines() if "offload" not in x] == without_.splitlines()
