@@ -310,6 +310,8 @@ CASES = {
     "none": (fz.remat("none"),),
     "accumulate": (fz.accumulate(2),),
     "bf16": (fz.mixed_precision("bf16"),),
+    "vertical": (fz.accumulate(3, vertical=True),),
+    "bf16_vertical": (fz.mixed_precision("bf16"), fz.accumulate(3, vertical=True), fz.remat("none")),
     "bf16_accumulate": (fz.mixed_precision("bf16"), fz.accumulate(3), fz.remat("none")),
 }
 
@@ -338,7 +340,7 @@ def test_the_peak_on_one_process_is_what_is_measured(case, model):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_on_two_ranks_is_what_is_measured(run_ranks, stage):
-    for case in ("plain", "bf16_accumulate"):
+    for case in ("plain", "bf16_accumulate", "vertical"):
         for predicted, real in run_ranks(2, measured, stage, case):
             assert predicted == pytest.approx(real, rel=0.05), case
 
