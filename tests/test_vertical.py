@@ -220,7 +220,7 @@ def test_parameters_and_gradients_travel_once_a_step(num, more):
 def test_leaves_are_fetched_once_a_step(stage):
     """Where a loop reads what forward and backward need once a micro-batch: the embedding and the head once, the layers twice."""
     for tier, op in ((fz.offload("cpu", "params"), "to_device_start"), (fz.offload("nvme", "params", path="/scratch"), "disk_read_start")):
-        fetched = lambda *t: moved(lowered(STAGES[stage](), tier, *t, unified_memory=False))[op]  # noqa: E731
+        fetched = lambda *t, tier=tier, op=op: moved(lowered(STAGES[stage](), tier, *t, unified_memory=False))[op]  # noqa: E731
         once = fetched()
         assert fetched(fz.accumulate(2, vertical=True)) == fetched(fz.accumulate(4, vertical=True)) == once
         (few, less), (many, more) = fetched(fz.accumulate(2)), fetched(fz.accumulate(4))
@@ -278,9 +278,7 @@ def whole_blocks(program: Program) -> int:
     """The most gathers alive at once: started, and with readers left."""
     last = {a: i for i, line in enumerate(program.lines) for a in line.args}
     waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
-    spans = [
-        (i, max(last.get(v.name, i) for v in waits[line.out[0].name].out)) for i, line in enumerate(program.lines) if line.op == "all_gather_start"
-    ]
+    spans = [(i, max(last.get(v.name, i) for v in waits[line.out[0].name].out)) for i, line in enumerate(program.lines) if line.op == "all_gather_start"]
     return max(sum(a <= i <= b for a, b in spans) for i in range(len(program.lines)))
 
 
@@ -375,5 +373,7 @@ def test_it_is_a_choice_of_a_step():
         fz.accumulate(vertical, 2)
     with pytest.raises(FzeroValueError, match="neither True nor False"):
         fz.accumulate(2, vertical=2)  # type: ignore[arg-type]
-    one, other = (fz.compose(*order)(step) for order in ((fz.shard_params(), fz.accumulate(2, vertical=True)), (fz.accumulate(2, vertical=True), fz.shard_params())))
+    one, other = (
+        fz.compose(*order)(step) for order in ((fz.shard_params(), fz.accumulate(2, vertical=True)), (fz.accumulate(2, vertical=True), fz.shard_params()))
+    )
     assert one == other

@@ -263,7 +263,7 @@ class _Rewrite:
         late = {a for line in lines if line.attrs.get("backward") for a in line.args}
         found = []
         for line in lines:
-            if line.op == "call" and "joint" in line.attrs and not line.attrs.get("backward"):
+            if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
                 views = shared_arguments(self.program.functions[line.fn])
                 found += [v for i, v in enumerate(line.out) if v.name in late and i not in views and v.nbytes >= SMALL]
         chosen = spread_out([v.nbytes for v in found], record.fraction)
