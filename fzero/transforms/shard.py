@@ -98,11 +98,11 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
 def shard_grads(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
-    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated.
+    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's sum leaves, once a step.
 
     Args: as `shard_opt_state`.
 
-    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch.
+    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n, vertical=True)`.
     Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
 
     Raises: as `shard_opt_state`.
@@ -122,7 +122,7 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
             `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are always whole.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype, and
-        reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch under `accumulate`.
+        reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch under `accumulate` unless `vertical`.
     Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most two blocks'
         gathered parameters and one block's gradients besides.
 
