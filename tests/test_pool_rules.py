@@ -216,7 +216,7 @@ def test_transfers_allocate_nothing(run_ranks: Any, stage: int, shared: bool) ->
 
 def offloaded(**mesh: Any) -> Program:
     """A program with every kind of copy: parameters in host memory, the optimizer's state on disk."""
-    records = (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch"))
+    records = (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch", update_on="host"))
     step = fz.compose(*records)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     return fz.lower(step, fz.AbstractMesh(data=1, **mesh), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))).program
 

@@ -226,9 +226,10 @@ def _header(program: Program) -> list[str]:
         roles = rest.setdefault(leaf.layout.tier, {})
         roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
     total = sum(n for roles in rest.values() for n in roles.values())
-    tiers = [("" if tier == "device" else f"on {tier}: ") + ", ".join(f"{role} {_bytes(n)}" for role, n in roles.items()) for tier, roles in rest.items()]
+    here, *away = [(tier, ", ".join(f"{role} {_bytes(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
     out = [f"{program.name} on mesh {program.mesh}"]
-    out.append(f"at rest on each rank: {_bytes(total)} ({'; '.join(tiers)})")
+    out.append(f"at rest on each rank: {_bytes(total)} ({here[1]}{', and' if away else ')'}")
+    out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
     named = [str(t) for t in program.transforms]
     for text in named:
         name = text.split("(")[0]

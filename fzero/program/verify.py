@@ -111,7 +111,7 @@ class _Checker:
             num = len(line.writes)
             self._pairs(line, args[:num], args[len(args) - num :], "copied")
             for target, source in zip(line.writes, args[len(args) - num :], strict=False):
-                if source.name in self.written and self.aliases.get(source.name, target) != target:
+                if self.aliases.get(source.name, target) != target:
                     self._add(line, f"{source.name}, which is {self.aliases[source.name]} updated, is stored in {target}")
             if num and len(args) != 2 * num:
                 self._add(line, f"copies {len(args) - num} values to {num} leaves")

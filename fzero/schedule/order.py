@@ -143,6 +143,10 @@ def _is_block(line: Line) -> bool:
     return line.op == "call" and "joint" in line.attrs
 
 
+def _is_update(line: Line) -> bool:
+    return line.op == "call" and bool(line.writes)
+
+
 _CARRIED = {"cast", "wait", *COPIES}
 """What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
 
@@ -150,18 +154,19 @@ _CARRIED = {"cast", "wait", *COPIES}
 def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) -> list[Line]:
     """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
 
-    Code between blocks that reads gathered parameters is a block too, here, and so is an update. A block's repetitions for more micro-batches count with
-    it, but for a transfer that is for one of them alone.
+    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
+    that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
     fetched = {v.name for x in lines if x.op == "wait" and x.args[0] in fetches for v in x.out}
-    calls = {id(x) for x in lines if _is_block(x) or (x.op == "call" and (x.writes or not fetched.isdisjoint(x.args)))}
+    updates = {id(x) for x in lines if _is_update(x)}
+    calls = {id(x) for x in lines if _is_block(x) or (x.op == "call" and not x.writes and not fetched.isdisjoint(x.args))}
     blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
-    alone = _for_repetitions(lines)
+    readers = _readers(lines)
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
     out: list[Line] = []
-    passed = 0  # blocks in `out`
+    passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
     def upstream(line: Line) -> tuple[set[int], set[int], bool]:
         """The lines that come along, those that must come before, and whether one of these writes what is moved."""
@@ -182,8 +187,11 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
     for line in lines:
         if line.op in kinds and not line.writes:
             carried, needed, written = upstream(line)
-            counted = calls if line.out[0].name in alone else blocks
-            left = passed + 1 if written else min(ahead, passed)  # blocks that it may start before
+            reader = readers.get(line.out[0].name)
+            counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
+            if reader is not None and _is_update(reader):  # the first ones start before blocks
+                counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
+            left = before + 1 if written else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
             while out and left and id(out[-1]) not in needed:
@@ -196,21 +204,31 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
             out += [*reversed(along), line, *reversed(after)]
         else:
             out.append(line)
-            passed += id(line) in blocks
+            passed[False] += id(line) in blocks
+            passed[True] += id(line) in updates
         made.update((v.name, line) for v in line.out)
         for name in line.writes:
             writers.setdefault(name, []).append(line)
     return out
 
 
-def _for_repetitions(lines: Sequence[Line]) -> set[str]:
-    """Transfers whose results a line that repeats another reads first."""
+def _readers(lines: Sequence[Line]) -> dict[str, Line]:
+    """For each transfer the first function that reads what it brings, at once or after it has travelled on."""
     started = {x.args[0]: x.out for x in lines if x.op == "wait"}
     first: dict[str, Line] = {}
     for line in lines:
         for a in line.args:
             first.setdefault(a, line)
-    return {handle for handle, out in started.items() if any(v.name in first and repeats(first[v.name]) for v in out)}
+
+    def reader(name: str) -> Line | None:
+        line = first.get(name)
+        while line is not None and line.op in (_GATHER, *_CARRIED):
+            made = started.get(line.out[0].name, ()) if line.op in (_GATHER, *COPIES) and line.out else line.out
+            line = next((first[v.name] for v in made if v.name in first), None)
+        return line
+
+    found = {handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()}
+    return {handle: line for handle, line in found.items() if line is not None}
 
 
 def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
@@ -229,7 +247,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         if line.op == "wait":
             held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
-        passes = (_is_block(line) and not repeats(line)) or bool(line.writes and line.op == "call")
+        passes = (_is_block(line) and not repeats(line)) or _is_update(line)
         due = [w for w, left in held if _reads(line, w) or (left == 0 and passes and w.args[0] in reduced)]
         out += due
         held = [(w, left - (passes and w.args[0] in reduced)) for w, left in held if w not in due]
