@@ -63,7 +63,7 @@ def test_over_ranks_one_block_later() -> None:
     for i in updates(lines):
         at = max(maker(lines, g) for g in gradients(lines, i))
         between.append(sum("joint" in x.attrs for x in lines[at + 1 : i]))
-    assert between == [1] * (len(between) - 1) + [0] and len(between) == 6
+    assert sorted(between) == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("transforms", [(), (fz.shard_params(),)], ids=["one device", "ranks"])

@@ -1,5 +1,5 @@
-"""The optimizer's lines where they may first run: the update of a block right after the backward that makes its gradients, if nothing of all leaves, such as a
-norm to clip by, must be known before. So gradients need not pile up, and what moves the state of one block runs beside the backward of the next.
+"""What follows the last block where it may first run: the update of a block right after the backward that makes its gradients, if nothing of all leaves, such
+as a norm to clip by, must be known before. So gradients need not pile up, and what moves the state of one block runs beside the backward of the next.
 
 Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that block to run meanwhile.
 """
@@ -14,21 +14,22 @@ from fzero.program.storages import storage_of
 
 
 def early(program: Program) -> Program:
-    """The program with each line of the optimizer right after the last line that it must come after, or a block later."""
-    first = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
-    if first is None:
+    """The program with each line of the optimizer, and of what else follows the last block, right after the last line that it must come after, or, of the
+    optimizer, a block later."""
+    optimizer = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
+    if optimizer is None:
         return program
+    first = next((i + 1 for i in reversed(range(optimizer)) if program.lines[i].op == "loop" or "joint" in program.lines[i].attrs), optimizer)
     after = _Dependencies(program)
     slots: list[list[Line]] = [[line] for line in program.lines[:first]]  # a line, and those that come right after it
     for i, line in enumerate(program.lines[:first]):
         after.ran(line, i)
     head: list[Line] = []
-    collectives = {x.out[0].name for x in program.lines[:first] if x.op in COLLECTIVES}
     later = _next_blocks(program.lines[:first])
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
     for line in program.lines[first:]:
         at = after.needed(line)
-        if at >= 0 and (travels or (program.lines[at].op == "wait" and program.lines[at].args[0] in collectives)):
+        if at >= 0 and line.by == "optimizer" and (travels or after.arrives(line, at)):
             at = later[at]
         (slots[at] if at >= 0 else head).append(line)
         after.ran(line, at)
@@ -59,6 +60,11 @@ class _Dependencies:
         self._read: dict[str, int] = {}  # the last line that reads a value's memory
         self._written: dict[str, int] = {}
         self._started: dict[str, Line] = {}
+        self._arriving: set[str] = set()  # what waits for other ranks hand out
+
+    def arrives(self, line: Line, at: int) -> bool:
+        """Whether a line reads what comes from other ranks right there."""
+        return any(a in self._arriving and self._made[a] == at for a in _read(line))
 
     def needed(self, line: Line) -> int:
         at = [-1, *(self._made.get(a, -1) for a in _read(line))]
@@ -70,6 +76,7 @@ class _Dependencies:
         if line.op in COLLECTIVES:
             self._started[line.out[0].name] = line
         moved = self._started[line.args[0]].args if line.op == "wait" and line.args[0] in self._started else ()  # a transfer reads until its wait
+        self._arriving.update(v.name for v in line.out if moved)
         for name in (*_read(line), *moved):
             for root in self._roots(name):
                 self._read[root] = max(self._read.get(root, -1), at)
