@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 
 import fzero as fz
 from fzero import compat
 from fzero.errors import FzeroError, FzeroValueError
+from fzero.program.device import on_host
 from fzero.program.ir import Function
-from fzero.program.record import record
+from fzero.program.record import Recorded, record
 from fzero.runtime import build as building
 from fzero.runtime import cache as caching
 from fzero.runtime import kernels, worker
@@ -451,3 +453,15 @@ def test_large_work_is_compiled_in_several_units():
     units = worker._units(jobs, plain, 4)
     assert len(units) == 4 and sorted(job.key for unit in units for job in unit) == list("01234")
     assert [len(unit) for unit in worker._units(jobs[:1], plain, 4)] == [1]
+
+
+def test_what_the_host_runs_is_made_on_the_host():
+    """A function recorded for another device: its literals and what it makes anew follow the host's tensors."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, device="meta")
+    ones = graph.call_function(torch.ops.aten.full.default, ([4], 2.0), {"dtype": torch.float32, "device": torch.device("cuda")})
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, ones)),))
+    (out,) = on_host(Recorded(graph)).module()(torch.ones(4))
+    assert torch.equal(out, torch.full((4,), 2.0))
+    assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], "the recorded one stays as it is"

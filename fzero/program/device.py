@@ -28,6 +28,18 @@ def on_device(graph: Recorded, device: torch.device) -> Recorded:
     return substituted(graph, {op: _in_float32(op) for op in _MATMULS})
 
 
+def on_host(graph: Recorded) -> Recorded:
+    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there."""
+    here = torch.device("cpu")
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = copy.graph_copy(graph.graph, env)
+    copy.output(returned)
+    for node in copy.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": here}
+    return Recorded(copy, {name: value.to(here) for name, value in graph.constants.items()})
+
+
 def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
     """The graph with each operation of `rules` replaced by what its rule does."""
     if not any(n.target in rules for n in graph.graph.nodes):

@@ -11,7 +11,7 @@ import torch
 from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
-from fzero.program.device import on_device, substituted
+from fzero.program.device import on_device, on_host, substituted
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
@@ -61,15 +61,16 @@ def build(
         DivergenceError: naming the rank that did not deliver what it had to compile.
     """
     built: dict[str, Callable[..., Any]] = {}
-    waiting: dict[str, tuple[Function, Recorded]] = {}
+    waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
     for name, function in functions.items():
-        graph = on_device(function.graph, mesh.device)
+        device = mesh.device if function.on == "device" else torch.device("cpu")
+        graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
         if backend == "eager" or not _worth_compiling(graph):
             built[name] = as_called(function, into_buffers(graph, function.into).module().forward)
         else:
-            waiting[name] = function, substituted(graph, DECOMPOSITIONS)
-    if waiting:
-        built |= inductor.compiled(waiting, mesh, progress)
+            waiting.setdefault(device, {})[name] = function, substituted(graph, DECOMPOSITIONS)
+    for device in sorted(waiting, key=str):
+        built |= inductor.compiled(waiting[device], mesh, device, progress)
     return {name: built[name] for name in functions}
 
 

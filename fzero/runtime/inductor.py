@@ -26,11 +26,11 @@ Functions = Mapping[str, tuple[Function, Recorded]]
 """By name: functions, and their graphs as they are to be compiled."""
 
 
-def compiled(functions: Functions, mesh: Mesh, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
-    """See `build.build`."""
+def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
+    """See `build.build`. `device`: that they run on, the mesh's or its host."""
     start = time.perf_counter()
     cache = open_cache()
-    keys = {name: key(graph, function, mesh.device) for name, (function, graph) in functions.items()}
+    keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
     load = _Loader(functions, keys)
     built = load(cache) if cache is not None else {}
     share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
@@ -52,8 +52,8 @@ def compiled(functions: Functions, mesh: Mesh, progress: Callable[[int, int, str
 
         if jobs:
             num_compiled += len(jobs)
-            compile_ = _compile_apart if mesh.device.type == "cpu" else _compile_here
-            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, mesh.device, cache, share.cores, done))
+            compile_ = _compile_apart if device.type == "cpu" else _compile_here
+            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
 
     if cache is not None:
         with share.delivering():
