@@ -67,9 +67,9 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
             limits.begin()
         carrier.begin(memory)
         outputs = run(*trees)
-        tiers.end()
         if limits is not None:
             limits.end()
+        tiers.end()
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
