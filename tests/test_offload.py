@@ -121,7 +121,7 @@ def test_evaluation_reads_what_training_keeps(tmp_path: Path, name: str, precisi
         assert same(found, want) and same(train.gather(state), want[1]), "an evaluation changes nothing"
 
 
-@pytest.mark.parametrize(("name", "memory"), [("cpu all", "apart"), ("nvme both", "one memory")])
+@pytest.mark.parametrize(("name", "memory"), [("nvme both", "apart")])
 def test_compiled_functions(tmp_path: Path, name: str, memory: str) -> None:
     want = trained(fz.make_mesh(data=1), EXTRAS["bf16"], optimizer="clipped", backend="inductor")[0]
     mesh = fz.make_mesh(data=1, unified_memory=MEMORIES[memory])
