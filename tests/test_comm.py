@@ -155,7 +155,7 @@ def cannot_reach(broken: int) -> tuple[str, float]:
 
     shared._meet = fails
     try:
-        mesh = fz.make_mesh(data=-1, timeout=30)
+        mesh = fz.make_mesh(data=-1, timeout=10)
         train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
         _, metrics = train(train.init({"w": torch.arange(6.0).view(3, 2)}), torch.ones(4, 3) + mesh.rank)
     finally:
