@@ -90,10 +90,11 @@ def offload(
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
         update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" takes what the plan predicts to be faster.
 
-    Communication: none between ranks. Per rank and step, over the link between host and device, with P parameters at rest there: an update on the host
-        4P bytes of gradients out and 4P of parameters in, in fp32 (2P each with bf16), and 28P through host memory for Adam; one on the device
-        12P each way. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. Disk state is
-        read and written once more, 12P bytes each.
+    Communication: none between ranks. Per rank and step, over the link between host and device, of P parameters whose Adam state rests there: an update on
+        the host 4P bytes of gradients out (2P if they are reduced in bf16) and, under mixed precision, 2P in of what is computed with; in fp32, where
+        parameters rest on the device, these travel too, 4P each way. It moves 28P through host memory. An update on the device 8P each way, 12P with
+        masters. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on disk is read and
+        written once, 8P bytes each way, 12P with masters or parameters; what the vjp has read is not read again.
     Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step the buffers of the blocks that are
         under way. On disk it takes no host memory at rest either. On a mesh whose device is the CPU, host and device are one memory: "cpu" saves nothing.
 

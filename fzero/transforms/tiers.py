@@ -1,9 +1,9 @@
 """The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
 
-Lines compute on the device, but for those of the optimizer that read what rests elsewhere: they compute on the host, unless `update_on` says otherwise, and
-gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it, cast on the host if it is computed in another dtype; one
-that is there only because the optimizer's state is, a master, comes once a step. What moves for one line moves together. What a block's backward has read
-from disk its update does not read again, if it follows at once.
+Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, unless `update_on` says otherwise,
+and gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
+reads the copies of transforms/compute.py. What moves for one line moves together. What a block's backward has read from disk its update does not read again,
+if it follows at once.
 """
 
 from __future__ import annotations
