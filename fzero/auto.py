@@ -1,4 +1,4 @@
-"""offload("auto"): which roles rest off the device, on which tier and how much of each, so that of what is tried and fits the budgets the fastest step is taken.
+"""offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier. What does not fit is moved rung by rung: the roles before in whole,
 and of the last one as little as will do, in steps of 1/8, found by bisection. Of what is on disk, as much as there is room for comes back to the host. Each
