@@ -27,12 +27,13 @@ FARTHEST = 3  # blocks ahead that a gather is tried to start
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`."""
+    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`; `guess`: updates that wait for all gradients run on a guess."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
     update_on: str = "host"
+    guess: bool = False
     because: str = field(default="", compare=False)
     side_because: str = field(default="", compare=False)
 
@@ -106,6 +107,15 @@ def choose_side(build: Callable[[Choice], Program], choice: Choice, budget: Budg
     return _with_side(replace(choice, update_on=min(times, key=lambda x: x[1])[0]), times, sides)
 
 
+def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
+    """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 % of it; None if none fits."""
+    if len(choices) == 1:
+        return choices[0]
+    device, backend = budget.device, budget.backend
+    times = {c: step_seconds(build(c), device, backend) for c in choices if not budget.over(peak_bytes(build(c), device, backend))}
+    return next((c for c, time in times.items() if time <= 1.01 * min(times.values())), None)
+
+
 def _with_side(choice: Choice, times: Sequence[tuple[str, float]], sides: Sequence[str]) -> Choice:
     """The choice, with the reason for its side: the best of the times found for each."""
     best = {side: min((t for s, t in times if s == side), default=None) for side in sides}
@@ -147,6 +157,9 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
         out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
+    if choice.guess:
+        why = "the update of what rests on disk does not wait for the norm of all gradients, and is done again if that changes it"
+        out.append(Decision("update", "on a guess", why))
     if choice.side_because:
         out.append(Decision("update", f"on the {choice.update_on}", choice.side_because))
     return tuple(out)

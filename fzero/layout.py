@@ -49,11 +49,13 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files."""
+    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the next value can be written
+    before it counts (fzero/program/guess.py)."""
 
     files: Storage
     offset: int
     nbytes: int
+    spare: Extent | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extent:
         fix = "save a checkpoint and restore it twice, or bring the state to memory first: fz.move(state, 'cpu')"
@@ -182,6 +184,11 @@ def leave(tensor: torch.Tensor) -> None:
 
 class _Left(NamedTuple):
     leaf: Leaf
+
+
+def set_extent(tensor: torch.Tensor, extent: Extent) -> None:
+    """Gives a leaf on disk another extent."""
+    tensor._fzero_extent = extent  # type: ignore[attr-defined]
 
 
 def extent_of(tensor: Any) -> Extent | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero.budget import Choice
 from fzero.program.early import early
+from fzero.program.guess import guess, guessable
 from fzero.program.ir import Program
 from fzero.program.names import apart
 from fzero.program.record import uncollected
@@ -49,6 +50,14 @@ class Variants:
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
         self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
+        self._guessable: bool | None = None
+
+    def guesses(self, least: Choice) -> bool:
+        """Whether an update can run on a guess."""
+        if self._guessable is None:
+            on_disk = any(leaf.layout.tier == "disk" for leaf in self._base.leaves.values())
+            self._guessable = on_disk and guessable(self._stages(least)[-1])
+        return self._guessable
 
     def like(self, base: Program) -> Variants:
         """Those of another base program with the same blocks."""
@@ -59,9 +68,9 @@ class Variants:
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
         side = choice.update_on if self.sides == SIDES else SIDES[0]
-        key = (*self._key(choice), choice.order, side)
+        key = (*self._key(choice), choice.order, side, choice.guess)
         if key not in self._finished:
-            self._finished[key] = finished(self._stages(choice)[-1], choice.order, side)
+            self._finished[key] = finished(self._stages(choice)[-1], choice.order, side, choice.guess)
         return self._finished[key]
 
     def verified(self, choice: Choice) -> Program:
@@ -86,6 +95,6 @@ class Variants:
         return *self._looped[kept], *self._spread[key]
 
 
-def finished(program: Program, choice: Order, update_on: str = "host") -> Program:
-    """A program whose update is cut, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(program), update_on), choice)))
+def finished(program: Program, choice: Order, update_on: str = "host", guesses: bool = False) -> Program:
+    """A program whose update is cut, on a guess or not, put in order, with its places in the pool."""
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program) if guesses else program), update_on), choice)))

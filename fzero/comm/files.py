@@ -79,6 +79,22 @@ class Files:
         """Starts to write each run's memory to the bytes from its offset on. Until the wait the memory must not change."""
         return self._start("write", runs)
 
+    def extend(self, nbytes: int) -> int:
+        """Makes room for more bytes behind the others.
+
+        Args:
+            nbytes: rounded up to a multiple of `ALIGNMENT`.
+
+        Returns: the offset of the first of them.
+
+        Raises:
+            FzeroValueError: paths that do not have the room, with what they need and have; the files are as they were.
+        """
+        begin = self.nbytes
+        scratch.extend(self._parts, begin, begin + scratch.padded(nbytes))
+        self.nbytes = begin + scratch.padded(nbytes)
+        return begin
+
     def close(self) -> None:
         """Removes the files. Pieces that are being moved are finished first; the others of their transfers fail."""
         self._finalizer()

@@ -155,6 +155,27 @@ def allocate(directories: Sequence[Path], nbytes: int) -> list[Part]:
     return parts
 
 
+def extend(parts: Sequence[Part], before: int, nbytes: int) -> None:
+    """Makes `nbytes` of `before` bytes that these files hold together.
+
+    Raises:
+        FzeroValueError: as `allocate`. Then the files are as they were.
+    """
+    old, new = shares(before, len(parts)), shares(nbytes, len(parts))
+    check([part.path for part in parts], nbytes - before)
+    problems = []
+    for part, has, needs in zip(parts, old, new, strict=True):
+        try:
+            if needs > has:
+                os.posix_fallocate(part.fd, has, needs - has)
+        except OSError as error:
+            problems.append(f"{part.path}: {error.strerror or error}: {_size(needs - has)} more needed, {_size(_free(part.path))} free")
+    if problems:
+        for part, has in zip(parts, old, strict=True):
+            os.ftruncate(part.fd, has)
+        raise _impossible(nbytes - before, problems)
+
+
 def _impossible(nbytes: int, problems: Sequence[str]) -> FzeroValueError:
     return FzeroValueError(message("offload", f"cannot keep {_size(nbytes)} a rank on disk", problems, _SPACE))
 

@@ -1,5 +1,7 @@
 """Copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
+What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others change places.
+
 A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never come. The step goes on with what the
 buffers hold and fails at its end, on every rank, with the same error.
 """
@@ -7,7 +9,7 @@ buffers hold and fails at its end, on every rank, with the same error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +18,19 @@ import torch.distributed as dist
 from fzero.comm.disk import aligned
 from fzero.comm.host import copies
 from fzero.errors import TierError, message
-from fzero.layout import SECTOR, Extent, extent_of, padded
+from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
 from fzero.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, and its begin and end, where they are events."""
+    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, its begin and end, where they are events, and how many
+    bytes it reads from disk or writes there."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
     span: tuple[Any, Any] | None = None
+    disk_bytes: int = 0
 
     def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.done()
@@ -44,6 +48,8 @@ class Tiers:
     def __init__(self, mesh: Mesh, disk: bool):
         self._mesh, self._disk, self._copies = mesh, disk, copies(mesh)
         self._failed: TierError | None = None
+        self._guessing = False
+        self._guessed: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
@@ -53,16 +59,43 @@ class Tiers:
         copy = self._copies.to_device_start(sources, _shaped(into, sources))
         return Arriving(copy.wait, sources, copy.span)
 
-    def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+    def begin(self, guesses: bool) -> None:
+        """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare extent."""
+        self._guessing, self._guessed = guesses and self._guessing, []
+
+    def guess(self, function: Callable[..., object]) -> Callable[..., object]:
+        """A function that is carried out on a guess, or not at all if this step does not guess."""
+        return function if self._guessing else _nothing
+
+    def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
+        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here on. The next step guesses if these
+        were right."""
+        right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
+        counts, self._guessing = right and self._guessing, right
+        for leaf in self._guessed if counts else ():
+            old = _extent(leaf)
+            assert old.spare is not None
+            set_extent(leaf, replace(old.spare, spare=replace(old, spare=None)))
+        self._guessed = []
+        return not counts
+
+    def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
+        if guess and not self._guessing:
+            return _NOTHING
         self._copies.settle()
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
-        return Arriving(lambda: self._kept(transfer.wait), into)
+        return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
-    def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Arriving:
+    def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
+        if guess and not self._guessing:
+            return _NOTHING
         extents = [_extent(x) for x in into]
+        if guess:
+            self._guessed += into
+            extents = [e.spare for e in extents if e.spare is not None]
         transfer = extents[0].files.write([(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)])
-        return Arriving(lambda: self._kept(transfer.wait), ())
+        return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
 
     def on_host(self, function: Callable[..., object]) -> Callable[..., object]:
         """A function that the host runs: nothing that it may write is still on its way to the device."""
@@ -101,6 +134,18 @@ class Tiers:
             wait()
         except TierError as error:
             self._failed = self._failed or error
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+_NOTHING = Arriving(_nothing, ())
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A scalar's bytes: two that are no numbers may be equal, zeros of two signs are not."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _shaped(into: Sequence[torch.Tensor] | None, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:

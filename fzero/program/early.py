@@ -68,8 +68,8 @@ class _Dependencies:
 
     def needed(self, line: Line) -> int:
         at = [-1, *(self._made.get(a, -1) for a in _read(line))]
-        at += [self._written.get(root, -1) for a in line.args for root in self._roots(a)]
-        at += [self._read.get(root, -1) for w in line.writes for root in self._roots(w)]
+        at += [self._written.get(root, -1) for a in _read(line) for root in self._roots(a)]
+        at += [self._read.get(root, -1) for w in _written(line) for root in self._roots(w)]
         return max(at)
 
     def ran(self, line: Line, at: int) -> None:
@@ -84,7 +84,7 @@ class _Dependencies:
             for i, value in enumerate(x.out):
                 self._made[value.name] = at
                 self._of[value.name] = {value.name, *(root for a in _shares(x, i, self._shared(x.fn)) for root in self._roots(a))}
-        for name in line.writes:
+        for name in _written(line):
             for root in self._roots(name):
                 self._written[root] = at
 
@@ -115,3 +115,7 @@ def _shares(line: Line, which: int, shared: dict[int, int]) -> Sequence[str]:
 
 def _read(line: Line) -> tuple[str, ...]:
     return (*line.args, *(a for x in line.body for a in x.args))
+
+
+def _written(line: Line) -> tuple[str, ...]:
+    return (*line.writes, *(w for x in line.body for w in x.writes))

@@ -10,10 +10,12 @@ partial may rest in a state, and only a `whole` or a `local` may be returned.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
 things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`,
-`accumulate`, `add`, `assign`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
+`accumulate`, `add`, `assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
 micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Without a loop lines are repeated themselves (`repeats`), and `add`
 adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once, but for the
-leaves of the state: their buffers are donated, and `writes` says which a line overwrites.
+leaves of the state: their buffers are donated, and `writes` says which a line overwrites. `redo` compares scalars with the guesses
+that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/program/guess.py);
+a plan counts it as not carried out. `zeros` makes a value of zeros.
 
 [Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
 gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buffers.py):
@@ -224,6 +226,11 @@ class Program:
 def repeats(line: Line) -> bool:
     """Whether a line is one before it again, for another micro-batch: it reads the same parameters."""
     return line.attrs.get("micro", (0, 1))[0] > 0
+
+
+def turns(line: Line) -> int:
+    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the next; a redo once."""
+    return 0 if not line.body else min(line.attrs["count"], 2) if line.op == "loop" else 1
 
 
 def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:

@@ -20,6 +20,7 @@ RESERVED = frozenset(
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
         *("all_gather_start", "reduce_scatter_start", "all_reduce_start", "wait", "cast", "take_shard", "take_part", "part_index", "num_valid"),
         *("to_host_start", "to_device_start", "disk_read_start", "disk_write_start", "accumulate", "add", "assign", "buffer", "pool"),
+        *("zeros", "guess", "redo"),
     }
 )
 """What the text of a program means already: keywords, its arguments, its primitives."""

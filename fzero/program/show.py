@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fzero.program.guess import compared, is_guess
 from fzero.program.ir import TRANSFERS, Line, Program, copied, repeats, transfer_bytes
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
@@ -61,7 +62,7 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 def statements(program: Program) -> list[str]:
     """Each line as it runs, without indentation, in the order of `Program.walk`."""
-    return [_loop(line) if line.op == "loop" else _statement(line, program, 0).text() for line, _ in program.walk()]
+    return [_head(line) if line.body else _statement(line, program, 0).text() for line, _ in program.walk()]
 
 
 def _signature(program: Program) -> str:
@@ -73,8 +74,12 @@ def _returns(program: Program) -> str:
     return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
 
 
-def _loop(line: Line) -> str:
-    return f"for micro in range({line.attrs['count']}):"
+def _head(line: Line) -> str:
+    """Of a line with a body what stands before it."""
+    if line.op == "loop":
+        return f"for micro in range({line.attrs['count']}):"
+    scalars, guesses = compared(line)
+    return f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):"
 
 
 def _statement(line: Line, program: Program, depth: int) -> Printed:
@@ -87,7 +92,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
             in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
             notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]
-            return Printed(depth, f"{line.fn}({args}{into})", out, types, ", ".join(notes))
+            name = f"guess({line.fn})" if is_guess(line) else line.fn
+            return Printed(depth, f"{name}({args}{into})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
             sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
@@ -95,6 +101,7 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case "to_host_start" | "to_device_start" | "disk_read_start" | "disk_write_start":
             moved = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
             over = f", into=[{', '.join(line.writes)}]" if line.writes else into
+            over += ", guess=True" if is_guess(line) and line.op.startswith("disk") else ""
             where = {"disk_read_start": "from disk", "disk_write_start": "to disk"}.get(line.op, line.op.removesuffix("_start").replace("_", " "))
             return Printed(depth, f"{line.op}([{', '.join(copied(line))}]{over})", out, (), f">>> {moved} {where}")
         case "wait" if not out:
@@ -106,6 +113,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
         case "buffer":
             return Printed(depth, f"buffer({into[2:]})", (f"{out[0]},",) if len(out) == 1 else out, types)
+        case "zeros":
+            code = f"zeros({list(line.out[0].shape)}, {str(line.out[0].dtype).removeprefix('torch.')!r})"
         case "take_shard":
             code = f"take_shard({args}, axis={axis!r})"
         case "take_part":
@@ -142,10 +151,10 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
         for name in line.args if "micro" in line.attrs else ():
             readers.setdefault(name, set()).add(line.attrs["micro"][0])
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
-        if line.op == "loop":
+        if line.body:
             totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
             out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(Printed(depth, _loop(line)))
+            out.append(Printed(depth, _head(line), remark="not if the guess was right" if line.op == "redo" else ""))
             out += _flat(line.body, program, depth + 1)
         else:
             out.append(_statement(line, program, depth))
@@ -163,7 +172,7 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
     for i, names in enumerate(named):
         last.update((name, i) for name in names)
     made = {v.name for line in lines for v in line.out} | {
-        v.name for line in lines if line.op == "loop" for x in line.body if x.op == "accumulate" for v in x.out
+        v.name for line in lines for x in line.body if x.op == "accumulate" for v in x.out
     }
     keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
     return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
@@ -258,7 +267,7 @@ def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
     while i < len(lines):
         best = (0, 0)
         for period in range(1, min(_LONGEST, (len(lines) - i) // 2) + 1):
-            if templates[i] == templates[i + period] and not any(lines[i + k].code.startswith("for ") for k in range(period)):
+            if templates[i] == templates[i + period] and not any(lines[i + k].code.endswith(":") for k in range(period)):
                 count = _repeats(templates, numbers, i, period)
                 if count >= 2 and period * count >= 4 and period * (count - 1) > best[0] * (best[1] - 1):
                     best = (period, count)

@@ -5,6 +5,7 @@ gets what it was traced for: shapes, dtypes, whole values; only an update gets s
 whole. A gather takes shards, a reduction summands, and what arrives is placed accordingly. What is written is a leaf of the state (or its shard),
 once, and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten.
 A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is stored.
+What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what it waits for has arrived by then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from fzero.errors import VerifyError, message
+from fzero.program.guess import compared, is_guess
 from fzero.program.ir import COLLECTIVES, COPIES, WHOLE, Line, Placement, Program, Value
 from fzero.program.segment import ancestors
 
@@ -43,6 +45,7 @@ class _Checker:
         self.started: dict[str, Line] = {}
         self.written: set[str] = set()
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
+        self.guessed: set[str] = set()  # leaves that were written on a guess
         self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
@@ -57,15 +60,24 @@ class _Checker:
                 elif self._root(name) in self.overwritten and not self._reads_new(line, name):
                     self._add(line, f"{name} has been overwritten")
             self._check(line)
-            if line.op == "loop":
+            if line.op == "redo":
+                self._redo(line)
+            if line.body:
                 outside = dict(self.known)
                 self.lines(line.body, self.known)
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in line.body if x.op == "accumulate" for v in x.out)
+            if line.op == "redo":
+                for name in sorted(self.guessed - self.written):
+                    self._add(line, f"{name} was written on a guess, and is not written again")
             for value in line.out:
                 if value.name in self.known:
                     self._add(line, f"{value.name} is made twice")
                 self.known[value.name] = value
+            if line.attrs.get("restores"):
+                self.overwritten -= {*line.writes}
+                continue
+            self.guessed |= {w for w in line.writes if is_guess(line) and w in self.program.leaves}
             for name in line.writes:
                 if name not in self.known:
                     self._add(line, f"writes {name}, which does not exist")
@@ -75,6 +87,22 @@ class _Checker:
                 self.overwritten.add(self._root(name))
         for name in set(self.started) - waiting_outside:
             self._add(self.started[name], f"{name} is never waited for")
+
+    def _redo(self, line: Line) -> None:
+        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back."""
+        on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
+        computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}  # is written and never read by an update
+        self.overwritten -= on_disk | computed
+        self.written -= self.guessed
+        for handle in (h for h, start in self.started.items() if is_guess(start)):
+            self._add(line, f"{handle}, on a guess, is still under way")
+        for scalar, assumed in zip(*compared(line), strict=True):
+            one, other = self.known.get(scalar), self.known.get(assumed)
+            if one is None or other is None or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE):
+                self._add(line, f"compares {one} with {other}")
+        for x in line.body:
+            if x.op in COLLECTIVES:
+                self._add(x, "ranks exchange something in what may not be carried out")
 
     def outputs(self) -> None:
         for name in self.program.outputs:
@@ -174,7 +202,7 @@ class _Checker:
 
     def _tiers(self, line: Line, args: Sequence[Value]) -> None:
         """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes where it computes."""
-        if line.op in ("wait", "loop"):
+        if line.op in ("wait", "loop", "redo"):
             return
         on_host = (
             line.attrs.get("on") == "host"

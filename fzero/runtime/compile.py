@@ -36,6 +36,7 @@ from fzero.lower import (
 )
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
+from fzero.program.guess import guessed_leaves
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
@@ -122,6 +123,7 @@ class CompiledStep(_Compiled):
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
         self._params: Inputs | None = None
+        self._guesses: tuple[Any, Any, bool] = (None, None, False)  # `_of` and a program, and what `_may_guess` found of them
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
@@ -252,9 +254,17 @@ class CompiledStep(_Compiled):
         lowered, run = self._run_for(params, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
-            outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
+            outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         return state, metrics if limits is None else {**metrics, **limits.metrics}
+
+    def _may_guess(self, state: State) -> bool:
+        """Whether all that the program would write on a guess has a second place on disk; seen to when a program first runs with a state."""
+        if self._guesses[0] is not self._of or self._guesses[1] is not self.program:
+            guessed = guessed_leaves(self.program)
+            leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
+            self._guesses = self._of, self.program, bool(guessed) and resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+        return self._guesses[2]
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.

@@ -48,6 +48,9 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "wait": functools.partial(_wait, carrier),
         "cast": _cast,
         "buffer": lambda into: into,
+        "zeros": functools.partial(_zeros, mesh.device),
+        "guess": tiers.guess,
+        "redo": tiers.redo,
         "take_shard": functools.partial(_take_shard, part_of),
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
@@ -62,10 +65,11 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     if limits is not None:
         namespace.update(limits.around(namespace))
 
-    def whole_run(*trees: Any) -> tuple[Any, ...]:
+    def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
         if limits is not None:
             limits.begin()
         carrier.begin(memory)
+        tiers.begin(guesses)
         outputs = run(*trees)
         if limits is not None:
             limits.end()
@@ -123,6 +127,10 @@ def _within(x: torch.Tensor, memory: torch.Tensor) -> bool:
 def _cast(x: torch.Tensor, dtype: str, into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
     """A copy in another dtype, or in its own: a result must not alias the state."""
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
+
+
+def _zeros(device: torch.device, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
 _Range = Callable[[int, str], tuple[int, int, int]]

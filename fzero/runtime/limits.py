@@ -128,6 +128,7 @@ class _Run:
     copies: list[tuple[str, Any, Any]] = field(default_factory=list)
     files: dict[Storage, float] = field(default_factory=dict)  # seconds that they had been busy before their first transfer
     disk_seconds: float = 0.0
+    disk_bytes: int = 0  # more than planned where a guess was wrong
 
 
 class Limits:
@@ -177,16 +178,20 @@ class Limits:
         for link, begin, end in run.copies:
             own[link] += self._clock.seconds(begin, end)
         busy = {**stalled, **own, **({"disk": run.disk_seconds} if "disk" in self._moved else {})}
-        return report(self._peak_seconds, self._clock.seconds(run.begin, run.end), self._moved, busy, stalled)
+        moved = {**self._moved, **({"disk": run.disk_bytes} if "disk" in self._moved else {})}
+        return report(self._peak_seconds, self._clock.seconds(run.begin, run.end), moved, busy, stalled)
 
     def _start(self, op: str, start: Callable[..., Any]) -> Callable[..., _Moving]:
         def timed(sources: Any, *args: Any, **kwargs: Any) -> _Moving:
             return _Moving(self._links[op, kwargs.get("axis")], start(sources, *args, **kwargs))
 
-        def of_disk(sources: Any, into: Any) -> _Moving:
-            if (extent := extent_of((sources if op == "disk_read_start" else into)[0])) is not None:
-                self._run.files.setdefault(extent.files, extent.files.busy_seconds)
-            return timed(sources, into=into)
+        def of_disk(sources: Any, **kwargs: Any) -> _Moving:
+            extent = extent_of((sources if op == "disk_read_start" else kwargs["into"])[0])
+            for files in {e.files for e in (extent, extent and extent.spare) if e is not None}:
+                self._run.files.setdefault(files, files.busy_seconds)
+            moving = timed(sources, **kwargs)
+            self._run.disk_bytes += moving.transfer.disk_bytes
+            return moving
 
         return of_disk if op.startswith("disk") else timed
 

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fzero.program.guess import is_guess
 from fzero.program.ir import Line, Program
 from fzero.schedule.cost import channel
 from fzero.schedule.timeline import COMPUTE, Event
@@ -24,33 +25,42 @@ from fzero.schedule.timeline import COMPUTE, Event
 def timing(run: Callable[..., Any], program: Program, device: torch.device) -> Iterator[list[Event]]:
     """Times each line of the one run of an executable in the body. The list that it gives is filled when the body is left."""
     clock = _Clock(device)
-    marks: list[tuple[Any, Any]] = []  # before and after each line
+    marks: list[tuple[str, Any, Any, bool]] = []  # of each line that ran: what it calls, before and after it, whether that is true
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
 
-    def timed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = clock.mark()
             result = fn(*args, **kwargs)
-            marks.append((start, clock.mark()))
+            marks.append((name, start, clock.mark(), result is True))
             return result
 
         return call
 
     events: list[Event] = []
-    namespace.update({name: timed(fn) for name, fn in before.items()})
+    namespace.update({name: timed(name, fn) for name, fn in before.items()})
     try:
         yield events
     finally:
         namespace.update(before)
-    events += _events(program, [(clock.seconds(a), clock.seconds(b)) for a, b in marks])
+    events += _events(program, [_Mark(name, clock.seconds(a), clock.seconds(b), true) for name, a, b, true in marks])
 
 
-def _events(program: Program, times: Sequence[tuple[float, float]]) -> list[Event]:
+class _Mark(NamedTuple):
+    """What was called, when it began and ended, and whether it returned True."""
+
+    name: str
+    begin: float
+    end: float
+    true: bool
+
+
+def _events(program: Program, marks: Sequence[_Mark]) -> list[Event]:
     """An event a line, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
-    for (line, number, turn), (begin, end) in zip(_run_order(program.lines), times, strict=True):
+    for line, number, turn, (_, begin, end, _) in _ran(program.lines, iter(marks)):
         queue = channel(line)
         name = f"{line.op} {line.args[0]}" if line.op == "wait" else line.out[0].name if queue else line.fn or line.op
         if queue is not None:
@@ -62,14 +72,25 @@ def _events(program: Program, times: Sequence[tuple[float, float]]) -> list[Even
     return events
 
 
-def _run_order(lines: Sequence[Line], number: int = 0, turn: int = 0) -> Iterator[tuple[Line, int, int]]:
-    """The lines that run, in order, each with its number and the turn of the loop around it."""
-    for line in lines:
-        for inner in range(line.attrs["count"] if line.op == "loop" else 0):
-            yield from _run_order(line.body, number + 1, inner)
-        if line.op != "loop":
-            yield line, number, turn
-        number += 1 + _size(line)
+def _ran(lines: Sequence[Line], marks: Iterator[_Mark]) -> Iterator[tuple[Line, int, int, _Mark]]:
+    """The lines that ran, in order, each with its number, the turn of the loop around it, and its mark. A function that was to run on a guess has none if the
+    step did not guess; what a redo was to do again ran if it says so."""
+    following = next(marks, None)
+
+    def visit(lines: Sequence[Line], number: int, turn: int) -> Iterator[tuple[Line, int, int, _Mark]]:
+        nonlocal following
+        for line in lines:
+            again = line.attrs["count"] if line.op == "loop" else 0
+            if line.op != "loop" and not (line.op == "call" and is_guess(line) and (following is None or following.name != line.fn)):
+                assert following is not None and following.name == (line.fn or line.op), "a mark for each line that ran"
+                again = int(line.op == "redo" and following.true)
+                yield line, number, turn, following
+                following = next(marks, None)
+            for inner in range(again):
+                yield from visit(line.body, number + 1, inner)
+            number += 1 + _size(line)
+
+    return visit(lines, 0, 0)
 
 
 def _size(line: Line) -> int:

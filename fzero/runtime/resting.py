@@ -5,19 +5,24 @@ A leaf that rests on the device is the tensor that was made; of every other its 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
-from fzero.layout import Leaf, extent_of, place
+from fzero.errors import FzeroValueError
+from fzero.layout import Extent, Leaf, extent_of, place, set_extent
 from fzero.lower import mirrors
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
+
+logger = logging.getLogger("fzero")
 
 Places = Mapping[str, torch.Tensor]
 """By path, what stands in a state for each leaf off the device."""
@@ -52,6 +57,41 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
         made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
+
+
+def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
+    """Gives each of these tensors on disk a second extent, where its next value can be written before it counts; whether there is room for them.
+
+    Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
+
+    Communication: if there are some without, two exchanges of a few bytes through the store.
+    """
+    by_files: dict[Any, list[tuple[torch.Tensor, Extent]]] = {}
+    for x in tensors:
+        if (extent := extent_of(x)) is not None and extent.spare is None:
+            by_files.setdefault(extent.files, []).append((x, extent))
+    if not by_files:
+        return True
+    local = min(mesh.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    def room() -> None:
+        for files, pairs in by_files.items():
+            disk.check(files.directories, sum(disk.padded(e.nbytes) for _, e in pairs), num_ranks=local)
+
+    def take() -> None:
+        for files, pairs in by_files.items():
+            offset = files.extend(sum(disk.padded(e.nbytes) for _, e in pairs))
+            for x, extent in pairs:
+                set_extent(x, replace(extent, spare=Extent(files, offset, extent.nbytes)))
+                offset += disk.padded(extent.nbytes)
+
+    try:
+        agree.everywhere(mesh, "offload", room)
+        agree.everywhere(mesh, "offload", take)
+    except FzeroValueError as error:
+        logger.warning("fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write would need more room\n%s", error)
+        return False
+    return True
 
 
 def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:

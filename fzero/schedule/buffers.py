@@ -386,13 +386,13 @@ class _Views:
 
 
 def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) -> Iterator[tuple[Line, Interval | None]]:
-    """Lines in the order of their text, each with the first and last number of the loop it is in. A loop's own line comes first."""
+    """Lines in the order of their text, each with the first and last number of the loop it is in. The line that has a body comes before it."""
     for line in lines:
         yield line, span
         at += 1
         if line.body:
             size = sum(1 + len(x.body) for x in line.body)
-            yield from _numbered(line.body, (at, at + size - 1), at)
+            yield from _numbered(line.body, (at, at + size - 1) if line.op == "loop" else span, at)
             at += size
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fzero.errors import VerifyError, message
-from fzero.program.ir import COLLECTIVES, TRANSFERS, Line, Place, Program, copied, stays
+from fzero.program.ir import COLLECTIVES, TRANSFERS, Line, Place, Program, copied, stays, turns
 
 Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
@@ -75,9 +75,8 @@ class _Checker:
                 for value, place in zip(line.out, line.into, strict=False):
                     if place is not None:
                         self._write(line, value.name, self._span(place))
-            if line.op == "loop":
-                for _ in range(min(line.attrs["count"], 2)):
-                    self.lines(line.body)
+            for _ in range(turns(line)):
+                self.lines(line.body)
 
     def _start(self, line: Line) -> None:
         spans = [self._span(p) for p in line.into if p is not None]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.layout import padded
-from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays
+from fzero.program.guess import guessed_leaves
+from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays, turns
 from fzero.program.show import last_reads
 from fzero.program.storages import storage_of
 
@@ -44,8 +45,8 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
 
 
 def disk_bytes(program: Program) -> int:
-    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next."""
-    on_disk = (leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk")
+    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those that are written on a guess."""
+    on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [program.leaves[n] for n in guessed_leaves(program)]
     return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
 
 
@@ -95,12 +96,11 @@ class _Memory:
     def _lines(self, lines: Sequence[Line], turn: int) -> Iterator[Sample]:
         for line, dead in zip(lines, last_reads(lines, self.program), strict=True):
             self.number += 1
-            if line.op == "loop":
-                begin = self.number
-                for inner in range(min(line.attrs["count"], 2)):
-                    self.number = begin
-                    yield from self._lines(line.body, inner)
-            else:
+            begin = self.number
+            for inner in range(turns(line)):
+                self.number = begin
+                yield from self._lines(line.body, inner)
+            if not line.body:
                 for name, storages in self._made(line):
                     self._hold(name, storages)
                 yield self._sample(line, turn)

@@ -248,7 +248,8 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
             held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
         passes = (_is_block(line) and not repeats(line)) or _is_update(line)
-        due = [w for w, left in held if _reads(line, w) or (left == 0 and passes and w.args[0] in reduced)]
+        done = line.op == "redo"  # what was written on a guess is written before it is known to be right
+        due = [w for w, left in held if _reads(line, w) or ((done or (left == 0 and passes)) and w.args[0] in reduced)]
         out += due
         held = [(w, left - (passes and w.args[0] in reduced)) for w, left in held if w not in due]
         out.append(line)

@@ -88,7 +88,7 @@ class _Simulation:
         for line in lines:
             if line.op == "loop":
                 self._loop(line, number)
-            else:
+            elif line.op != "redo":
                 self._line(line, number, turn)
             number += self.size[number]
 

@@ -16,6 +16,7 @@ import torch
 
 from fzero.program.base import identifier
 from fzero.program.early import shared_arguments
+from fzero.program.guess import is_guess
 from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
 from fzero.program.names import Names
 from fzero.transforms.offload import Offload, spread_out
@@ -53,6 +54,7 @@ class _Rewrite:
         self.update_on = next((r.update_on for r in records if r.update_on != "auto"), update_on)
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
+        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
@@ -70,9 +72,11 @@ class _Rewrite:
 
     def _line(self, line: Line) -> list[Line]:
         source = line.args[0] if line.args else ""
-        if line.op == "loop":
+        if line.body:
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-            body = tuple(self._lines(line.body))
+            if line.op == "redo":  # which reads leaves as they were
+                self.lies = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}
+            body = (*self._restored(line), *self._lines(line.body))
             self.lies, self.recent = outside, []
             return [replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
@@ -85,7 +89,8 @@ class _Rewrite:
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
             self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
-            return self._on(self._side(line), line)
+            lines = [*self._kept(line), *self._on(self._side(line), line)]
+            return [replace(x, attrs={**x.attrs, "guess": True}) if is_guess(line) and (x.writes or x.op == "disk_read_start") else x for x in lines]
         lines = self._on("device", line)
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
             num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
@@ -251,6 +256,21 @@ class _Rewrite:
         for tier in ("device", "host"):
             lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
         return lines
+
+    def _kept(self, line: Line) -> list[Line]:
+        """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk, where the old value stays."""
+        lines: list[Line] = []
+        for leaf in line.writes if is_guess(line) else ():
+            if self._tier(leaf) == "device" and self._role(leaf) != "compute":
+                value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
+                lines.append(self._made(Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype}, by="optimizer")))
+                self.kept[leaf] = value.name
+        return lines
+
+    def _restored(self, line: Line) -> list[Line]:
+        """Those copies put back, for a redo."""
+        kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
+        return [Line("assign", (*kept, *kept.values()), attrs={"restores": True}, writes=tuple(kept), by="optimizer")] if kept else []
 
     # --- activations ---
 
