@@ -27,7 +27,8 @@ FARTHEST = 3  # blocks ahead that a gather is tried to start
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`; `guess`: updates that wait for all gradients run on a guess."""
+    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`; `guess`: updates of what
+    rests on disk do not wait for all gradients (fzero/program/guess.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False

@@ -7,8 +7,8 @@ for bit. If they are the guess, the new values count; if not, the old ones do, a
     if redo([scale], [guess_scale]):
         …
 
-Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. For leaves on disk alone: their update moves
-bytes that should have moved all along the backward, and a second extent takes no memory.
+Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. For leaves on disk alone: their update
+moves bytes that should have moved all along the backward, and a second extent takes no memory.
 """
 
 from __future__ import annotations
@@ -126,5 +126,3 @@ def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
 def is_guess(line: Line) -> bool:
     """Whether a line is carried out on a guess, or not at all if this step does not guess."""
     return bool(line.attrs.get("guess"))
-
-

@@ -171,9 +171,7 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
     named = list(_named(lines))
     for i, names in enumerate(named):
         last.update((name, i) for name in names)
-    made = {v.name for line in lines for v in line.out} | {
-        v.name for line in lines for x in line.body if x.op == "accumulate" for v in x.out
-    }
+    made = {v.name for line in lines for v in line.out} | {v.name for line in lines for x in line.body if x.op == "accumulate" for v in x.out}
     keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
     return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
 

@@ -29,6 +29,7 @@ def verify(program: Program) -> Program:
     """
     checker = _Checker(program)
     checker.lines(program.lines, {v.name: v for v in program.inputs})
+    checker.guesses()
     checker.outputs()
     if checker.problems:
         raise VerifyError(
@@ -46,6 +47,7 @@ class _Checker:
         self.written: set[str] = set()
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
         self.guessed: set[str] = set()  # leaves that were written on a guess
+        self.settled: set[str] = set()  # those of them that a redo writes again
         self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
@@ -68,8 +70,7 @@ class _Checker:
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in line.body if x.op == "accumulate" for v in x.out)
             if line.op == "redo":
-                for name in sorted(self.guessed - self.written):
-                    self._add(line, f"{name} was written on a guess, and is not written again")
+                self.settled = self.guessed & self.written
             for value in line.out:
                 if value.name in self.known:
                     self._add(line, f"{value.name} is made twice")
@@ -103,6 +104,9 @@ class _Checker:
         for x in line.body:
             if x.op in COLLECTIVES:
                 self._add(x, "ranks exchange something in what may not be carried out")
+
+    def guesses(self) -> None:
+        self.problems += [f"{name} was written on a guess, and is not written again" for name in sorted(self.guessed - self.settled)]
 
     def outputs(self) -> None:
         for name in self.program.outputs:

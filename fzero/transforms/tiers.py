@@ -75,7 +75,7 @@ class _Rewrite:
         if line.body:
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             if line.op == "redo":  # which reads leaves as they were
-                self.lies = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}
+                self.lies, self.recent = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}, []
             body = (*self._restored(line), *self._lines(line.body))
             self.lies, self.recent = outside, []
             return [replace(line, body=body)]
