@@ -95,7 +95,7 @@ class _Guess:
                 value = self.values[name]
                 key = value.shape, str(value.dtype)
                 if key not in zeros:
-                    zeros[key] = Line("zeros", (), (replace(value, name=names("zeros")),), by="optimizer")
+                    zeros[key] = Line("zeros", (), (replace(value, name=names("neutral")),), by="optimizer")
                     new.append(zeros[key])
                 known[name] = zeros[key].out[0].name
                 return known[name]

@@ -97,7 +97,8 @@ def offload(
         written once, 8P bytes each way, 12P with masters or parameters; what the vjp has read is not read again. Twice that in a step that guessed wrongly
         that nothing is clipped (docs/transforms/offload.md).
     Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step the buffers of the blocks that are
-        under way. On disk it takes no host memory at rest either, and with clipping by the global norm twice its bytes. On a mesh whose device is the CPU, host and device are one memory: "cpu" saves nothing.
+        under way. On disk it takes no host memory at rest either, and with clipping by the global norm twice its bytes. On a mesh whose device is the CPU,
+        host and device are one memory: "cpu" saves nothing.
 
     Raises:
         FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk);
