@@ -18,7 +18,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.auto import check_auto, choose_tiers
-from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
+from fzero.budget import ENDS, Budget, Choice, choose, choose_share, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
@@ -143,9 +143,9 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     if budget is None:
         return Lowered(variants.verified(least), params, opt_state, batch, structure)
     if budget.nbytes is None:
-        choice = choose_side(variants, least, budget, variants.sides)
+        choice = choose_share(variants, [replace(least, host_share=share) for share in ENDS], budget) if variants.open_side else least
         return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
-    choice = choose(variants, least, budget, auto=auto, loops=traced.loops, sides=variants.sides)
+    choice = choose(variants, least, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
         more = found.peak_bytes > budget.nbytes
