@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fzero.budget import Budget, Choice
+from fzero.budget import ENDS, Budget, Choice
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.program.ir import Program
 from fzero.schedule.plan import Decision, peak_bytes, step_seconds
@@ -105,7 +105,7 @@ class _Search:
     def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool):
         self.build, self.least, self.auto, self.budget, self.unified = build, least, auto, budget, unified
         self.variants: dict[Shares, Variants] = {}
-        self.peaks: dict[tuple[Shares, str], Peaks] = {}
+        self.peaks: dict[tuple[Shares, float], Peaks] = {}
 
     def run(self) -> tuple[Records, Decision]:
         if self._fits(()):
@@ -157,33 +157,36 @@ class _Search:
     def _records(self, shares: Shares) -> Records:
         return tuple(record for share in shares for record in share.records(self.auto))
 
-    def _program(self, shares: Shares, side: str) -> Program:
-        return self._variants(shares)(replace(self.least, update_on=side))
+    def _program(self, shares: Shares, on_host: float) -> Program:
+        return self._variants(shares)(replace(self.least, host_share=on_host))
 
     def _variants(self, shares: Shares) -> Variants:
         if shares not in self.variants:
             self.variants[shares] = self.build(self._records(shares))
         return self.variants[shares]
 
-    def _peaks(self, shares: Shares, side: str) -> Peaks:
-        if (shares, side) not in self.peaks:
-            self.peaks[shares, side] = peak_bytes(self._program(shares, side), self.budget.device, self.budget.backend)
-        return self.peaks[shares, side]
+    def _peaks(self, shares: Shares, on_host: float) -> Peaks:
+        if (shares, on_host) not in self.peaks:
+            self.peaks[shares, on_host] = peak_bytes(self._program(shares, on_host), self.budget.device, self.budget.backend)
+        return self.peaks[shares, on_host]
 
-    def _fitting(self, shares: Shares) -> Iterator[str]:
-        """The sides that may update."""
-        return (side for side in self._variants(shares).sides if not self.budget.over(self._peaks(shares, side)))
+    def _ends(self, shares: Shares) -> tuple[float, ...]:
+        """How much of the updates may run on the host: all, or, if that is open, nothing. What lies between is looked at afterwards."""
+        return ENDS if self._variants(shares).open_side else ENDS[:1]
+
+    def _fitting(self, shares: Shares) -> list[float]:
+        return [on_host for on_host in self._ends(shares) if not self.budget.over(self._peaks(shares, on_host))]
 
     def _fits(self, shares: Shares) -> bool:
-        return any(self._fitting(shares))
+        return bool(self._fitting(shares))
 
     def _over(self, tier: int, shares: Shares) -> bool:
-        """Whether it takes too much of the device (0) or the host (1). The first side takes less of the device than the other."""
-        limit, sides = self.budget.limits[tier], self._variants(shares).sides
-        return limit is not None and all(self._peaks(shares, side)[tier] > limit for side in (sides if tier else sides[:1]))
+        """Whether it takes too much of the device (0) or the host (1). On the host an update takes less of the device."""
+        limit, ends = self.budget.limits[tier], self._ends(shares)
+        return limit is not None and all(self._peaks(shares, on_host)[tier] > limit for on_host in (ends if tier else ends[:1]))
 
     def _seconds(self, shares: Shares) -> float:
-        programs = [self._program(shares, side) for side in self._fitting(shares)]
+        programs = [self._program(shares, on_host) for on_host in self._fitting(shares)]
         return min(step_seconds(program, self.budget.device, self.budget.backend) for program in programs)
 
     def _unmet(self) -> BudgetError:

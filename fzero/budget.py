@@ -1,14 +1,18 @@
 """A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches and reduced once,
-which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together, and on which side what rests off the device is
-updated. Every candidate is the finished program with its plan, so the peak that is compared with the budget is that of what runs.
+which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together, and how much of what rests off the device is
+updated on the host. Every candidate is the finished program with its plan, so the peak that is compared with the budget is that of what runs.
+
+[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each has a part of the blocks. With a share s
+on the host every queue is busy for a time linear in s, known from the programs of all and of nothing on the host; no step is shorter than the busiest. So a mix
+is looked for only where that leaves something to gain: first where the two sides take as long, then half way from there to either end.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,27 +20,33 @@ from fzero.errors import BudgetError, message
 from fzero.program.ir import Program
 from fzero.schedule.devices import Device
 from fzero.schedule.order import Order, coalescable, sharable
-from fzero.schedule.plan import Decision, Plan, peak_bytes, step_seconds
+from fzero.schedule.plan import Decision, Plan, peak_bytes, queue_seconds, step_seconds
+from fzero.schedule.timeline import COMPUTE
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
+from fzero.transforms.tiers import blocks_updated_on_host
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
+ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less of the device's memory
+SHARES = 16  # a mix of both sides is looked for in steps of 1/16
+GAIN = 0.02  # and only if it may make the step shorter by this share
+SAME = 1e-3  # predictions that differ by less are the same
 
 
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`; `update_on`: the side that computes all updates of what rests off the device, `side_because`; `guess`: updates of what
-    rests on disk do not wait for all gradients (fzero/program/guess.py)."""
+    `because`; `host_share`: how much of what rests off the device is updated on the host, by bytes, `share_because`; `guess`: updates of what rests on
+    disk do not wait for all gradients (fzero/program/guess.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
-    update_on: str = "host"
+    host_share: float = 1.0
     guess: bool = False
     because: str = field(default="", compare=False)
-    side_because: str = field(default="", compare=False)
+    share_because: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class Budget:
         return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
 
 
-def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool, sides: Sequence[str] = ("host",)) -> Choice | None:
+def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool, open_side: bool = False) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget; None if none fits.
 
     Args:
@@ -69,12 +79,13 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
         budget: to fit.
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
-        sides: that may compute the update, the one that takes less of the device's memory first.
+        open_side: whether it is open on which side what rests off the device is updated.
     """
     peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend))
     time = _of(build, lambda program: step_seconds(program, budget.device, budget.backend))
     fits = lambda choice: not budget.over(peak(choice))  # noqa: E731
-    start = next((c for c in (replace(least, update_on=side) for side in sides) if fits(c)), None)
+    ends = ENDS if open_side else ENDS[:1]
+    start = next((c for c in (replace(least, host_share=share) for share in ends) if fits(c)), None)
     if start is None:
         return None
     found, because = [], ""
@@ -95,17 +106,34 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
     link = budget.device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
     orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(build(best), small) else [])]
-    refined = [replace(best, order=replace(o, ahead=n), update_on=side) for side in sides for o in orders for n in range(1, FARTHEST + 1)]
-    fitting = [c for c in refined if fits(c)]
-    return _with_side(min(fitting, key=cost), [(c.update_on, time(c)) for c in fitting], sides)
+    refined = [[replace(best, order=replace(o, ahead=n), host_share=share) for o in orders for n in range(1, FARTHEST + 1)] for share in ends]
+    fitting = [min(group, key=cost) for group in ([c for c in group if fits(c)] for group in refined) if group]
+    return choose_share(build, fitting, budget, fits) if open_side else fitting[0]
 
 
-def choose_side(build: Callable[[Choice], Program], choice: Choice, budget: Budget, sides: Sequence[str]) -> Choice:
-    """The choice with the update on the side that is predicted to be faster, whatever memory that takes."""
-    if len(sides) == 1:
-        return choice
-    times = [(side, step_seconds(build(replace(choice, update_on=side)), budget.device, budget.backend)) for side in sides]
-    return _with_side(replace(choice, update_on=min(times, key=lambda x: x[1])[0]), times, sides)
+def choose_share(build: Callable[[Choice], Program], ends: Sequence[Choice], budget: Budget, fits: Callable[[Choice], bool] = lambda choice: True) -> Choice:
+    """The choice with as much of the update on the host as is predicted to be fastest of what is tried and fits, and why: see [Note: both sides].
+
+    Args:
+        build: as for `choose`.
+        ends: choices that have all of it on the host, or nothing, and fit.
+        budget: whose device predicts.
+        fits: whether a choice may be taken.
+    """
+    found = _of(build, lambda program: queue_seconds(program, budget.device, budget.backend))
+    tried = {c: found(c)[0] for c in ends}
+    with_ = lambda share: replace(min(ends, key=lambda c: tried[c]), host_share=share)  # noqa: E731
+    if budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
+        for share, bound in _mixes(*(found(with_(share))[1] for share in ENDS)):
+            if bound > (1 - GAIN) * min(tried.values()):
+                break
+            if fits(with_(share)):
+                tried[with_(share)] = found(with_(share))[0]
+    # of those that take as long the simpler
+    best = min(tried, key=lambda c: (tried[c] > (1 + SAME) * min(tried.values()), c.host_share not in ENDS, -c.host_share, tried[c]))
+    seconds = {share: min((t for c, t in tried.items() if c.host_share == share), default=None) for share in ENDS if share != best.host_share}
+    others = [f"all on the {'host' if share else 'device'} {'would not fit' if t is None else f'takes {_seconds(t)}'}" for share, t in seconds.items()]
+    return replace(best, share_because="; ".join([f"{_seconds(tried[best])} a step", *others]))
 
 
 def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
@@ -117,16 +145,18 @@ def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budge
     return next((c for c, time in times.items() if time <= 1.01 * min(times.values())), None)
 
 
-def _with_side(choice: Choice, times: Sequence[tuple[str, float]], sides: Sequence[str]) -> Choice:
-    """The choice, with the reason for its side: the best of the times found for each."""
-    best = {side: min((t for s, t in times if s == side), default=None) for side in sides}
-    for side, time in best.items():
-        if side != choice.update_on:
-            mine = best[choice.update_on]
-            assert mine is not None
-            why = f"on the {side} it would not fit" if time is None else f"{_seconds(mine)} a step, {_seconds(time)} with all of it on the {side}"
-            return replace(choice, side_because=why)
-    return choice
+def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
+    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`: how long each queue is busy with all of it
+    on that side."""
+
+    def busiest(share: float, queues: set[str]) -> float:
+        return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)
+
+    queues, shares = {*host, *device}, [n / SHARES for n in range(1, SHARES)]
+    bound = min(busiest(share, queues) for share in shares)
+    meet = min(shares, key=lambda share: busiest(share, queues - {COMPUTE}))
+    for share in (meet, (1 + meet) / 2, meet / 2):
+        yield share, bound
 
 
 def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> Callable[[Choice], Any]:
@@ -161,8 +191,10 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
     if choice.guess:
         why = "the update of what rests on disk does not wait for the norm of all gradients, and is done again if that changes it"
         out.append(Decision("update", "on a guess", why))
-    if choice.side_because:
-        out.append(Decision("update", f"on the {choice.update_on}", choice.side_because))
+    if choice.share_because:
+        on_host, num = blocks_updated_on_host(program)
+        sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
+        out.append(Decision("update_on", sides.get(on_host, f"{on_host} of {num} blocks on the host"), choice.share_because))
     return tuple(out)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.auto import check_auto, choose_tiers
-from fzero.budget import Budget, Choice, choose, choose_side, decided, fastest, unmet
+from fzero.budget import ENDS, Budget, Choice, choose, choose_share, decided, fastest, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
@@ -144,9 +144,10 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         return Lowered(variants.verified(least), params, opt_state, batch, structure)
     starts = [least, *([replace(least, guess=True)] if variants.guesses(least) else [])]
     if budget.nbytes is None:
-        choice = fastest(variants, [choose_side(variants, start, budget, variants.sides) for start in starts], budget) or least
+        shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
+        choice = fastest(variants, shared, budget) or least
         return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
-    chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, sides=variants.sides) for start in starts]
+    chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in starts]
     choice = fastest(variants, [c for c in chosen if c is not None], budget)
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)

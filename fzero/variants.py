@@ -26,15 +26,12 @@ from fzero.schedule.order import Order, order
 from fzero.transforms import accumulate, remat, spread, tiers
 from fzero.transforms.shard import Zero
 
-SIDES = ("host", "device")
-"""That can compute an update."""
-
 
 class Variants:
     """The finished program of each choice.
 
     Attributes:
-        sides: that may compute the update of what rests off the device; the first alone if it is not open.
+        open_side: whether it is open on which side what rests off the device is updated.
 
     Args:
         base: a base program that trains.
@@ -49,7 +46,7 @@ class Variants:
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
-        self.sides = SIDES if tiers.leaves_side_open(base) else SIDES[:1]
+        self.open_side = tiers.leaves_side_open(base)
         self._guessable: bool | None = None
 
     def guesses(self, least: Choice) -> bool:
@@ -67,10 +64,11 @@ class Variants:
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
-        side = choice.update_on if self.sides == SIDES else SIDES[0]
-        key = (*self._key(choice), choice.order, side, choice.guess)
+        program = self._stages(choice)[-1]
+        on_device = tiers.updated_on_device(program, choice.host_share)
+        key = (*self._key(choice), choice.order, on_device, choice.guess)
         if key not in self._finished:
-            self._finished[key] = finished(self._stages(choice)[-1], choice.order, side, choice.guess)
+            self._finished[key] = finished(program, choice.order, on_device, choice.guess)
         return self._finished[key]
 
     def verified(self, choice: Choice) -> Program:
@@ -95,6 +93,6 @@ class Variants:
         return *self._looped[kept], *self._spread[key]
 
 
-def finished(program: Program, choice: Order, update_on: str = "host", guesses: bool = False) -> Program:
+def finished(program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: bool = False) -> Program:
     """A program whose update is cut, on a guess or not, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(guess(program) if guesses else program), update_on), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program) if guesses else program), on_device), choice)))

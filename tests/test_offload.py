@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
 from fzero.program.ir import COPIES, Program
+from fzero.transforms.tiers import blocks_updated_on_host
+
+lower_file = importlib.import_module("fzero.lower")  # `fzero.lower` is the function
 
 TRAINED = [("gpt", "adamw"), ("gpt", "clipped"), ("mixed", "lamb"), ("mixed", "clipped"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}
@@ -58,6 +63,23 @@ def test_a_step_with_offload_equals_the_step_without(tmp_path: Path, name: str) 
         tiers = {leaf_of(x)[0].layout.tier for x in fz.tree.leaves((state.params, state.opt_state))}
         assert {"cpu": "host", "nvme": "disk"}.get(name.split()[0], "disk") in tiers
         assert any(line.op in COPIES for line, _ in train.program.walk())
+
+
+MIXED = [
+    ("cpu opt_state", "bf16", "gpt", "adamw"),
+    ("cpu all", "bf16, accumulate", "gpt", "clipped"),
+    ("cpu half", "accumulate", "mixed", "lamb"),
+    ("nvme both", "shard", "mixed", "clipped"),
+    ("other mix", "none", "gpt", "lion"),
+]
+
+
+@pytest.mark.parametrize(("name", "extra", "model", "optimizer"), MIXED)
+def test_blocks_that_are_updated_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, extra: str, model: str, optimizer: str) -> None:
+    monkeypatch.setattr(lower_file, "choose_share", lambda build, ends, budget: replace(ends[0], host_share=0.5))
+    found, train, _ = trained(fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), model, optimizer)
+    num, total = blocks_updated_on_host(train.program)
+    assert 0 < num < total and same(found, without(extra, model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["exchanges_two_leaves", "keeps_the_last_gradients", "keeps_the_last_norms", "makes_one_value_twice"])

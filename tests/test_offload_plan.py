@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
 import torch
-from models import batches, meta_part
+from models import OPTIMIZERS, batches, meta_part
 
 import fzero as fz
 from fzero import errors, layout, optim
@@ -23,13 +24,16 @@ from fzero.schedule.devices import KNOWN, Link
 from fzero.schedule.plan import plan
 from fzero.schedule.timeline import COMPUTE, simulate
 from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.tiers import blocks_updated_on_host
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
 
 
-def lowered(*transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, **kwargs: Any) -> fz.Lowered:
-    step = fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+def lowered(
+    *transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, optimizer: str = "clipped", **kwargs: Any
+) -> fz.Lowered:
+    step = fz.train_step(models.gpt_loss, OPTIMIZERS[optimizer]())
     init = functools.partial(models.gpt_init, layers=layers, width=width)
     return fz.lower(fz.compose(*transforms)(step), mesh, init, meta_part(batches(1)[0], mesh.size), **kwargs)
 
@@ -235,9 +239,29 @@ def test_the_update_runs_on_the_side_that_is_predicted_to_be_faster(device, side
     found = lowered(fz.offload("cpu"), fz.mixed_precision("bf16"), device=device, memory_budget=budget)
     other = lowered(fz.offload("cpu", update_on="device" if side == "host" else "host"), fz.mixed_precision("bf16"), device=device, memory_budget=budget)
     assert side_of(found) == side != side_of(other) and found.plan.step_seconds < other.plan.step_seconds
-    (decision,) = (d for d in found.plan.decisions if d.what == "update")
-    assert decision.chosen == f"on the {side}" and "with all of it on the" in decision.why
-    assert not [d for d in other.plan.decisions if d.what == "update"]
+    (decision,) = (d for d in found.plan.decisions if d.what == "update_on")
+    assert re.fullmatch(rf"all \d+ blocks on the {side}", decision.chosen) and f"all on the {'device' if side == 'host' else 'host'} takes" in decision.why
+    assert not [d for d in other.plan.decisions if d.what == "update_on"]
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+@pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
+def test_both_sides_update_where_host_and_link_would_take_as_long(optimizer, budget) -> None:
+    """About 30 bytes a parameter through host memory, or 12 over the link each way: at these rates either takes as long, and compute nothing."""
+    device = replace(KNOWN["h100"], host_memory_bandwidth=2.8e8, host_copy=Link(0.0, 1.2e8), call_seconds=0.0)
+    make = functools.partial(lowered, fz.mixed_precision("bf16"), device=device, layers=8, optimizer=optimizer, memory_budget=budget)
+    found, host, device_ = make(fz.offload("cpu")), make(fz.offload("cpu", update_on="host")), make(fz.offload("cpu", update_on="device"))
+    num, total = blocks_updated_on_host(found.program)
+    assert blocks_updated_on_host(host.program) == (total, total) and blocks_updated_on_host(device_.program) == (0, total) and 0 < num < total
+    assert found.plan.step_seconds < 0.92 * min(host.plan.step_seconds, device_.plan.step_seconds)
+    (decision,) = (d for d in found.plan.decisions if d.what == "update_on")
+    assert decision.chosen == f"{num} of {total} blocks on the host" and "all on the host takes" in decision.why and "all on the device takes" in decision.why
+
+
+def test_of_predictions_that_are_the_same_the_host_has_it_all() -> None:
+    free = replace(KNOWN["h100"], host_memory_bandwidth=1e18, host_copy=Link(0.0, 1e18), call_seconds=0.0)
+    found = lowered(fz.offload("cpu"), fz.mixed_precision("bf16"), device=free)
+    assert found.choice.host_share == 1.0 and side_of(found) == "host"
 
 
 def test_a_side_that_does_not_fit_is_not_taken() -> None:
@@ -245,12 +269,13 @@ def test_a_side_that_does_not_fit_is_not_taken() -> None:
     assert host < device
     found = lowered(fz.offload("cpu"), device=SLOW_HOST, memory_budget=host)
     assert side_of(found) == "host" and found.plan.peak_bytes <= host
-    assert any(d == ("update", "on the host", "on the device it would not fit") for d in found.plan.decisions)
+    (decision,) = (d for d in found.plan.decisions if d.what == "update_on")
+    assert decision.chosen.endswith("blocks on the host") and "all on the device would not fit" in decision.why
 
 
 def test_on_one_memory_no_side_is_chosen() -> None:
     found = lowered(fz.offload("cpu"), mesh=fz.AbstractMesh(data=1), device="cpu")
-    assert not found.plan.decisions and found.choice.update_on == "host"
+    assert not found.plan.decisions and found.choice.host_share == 1.0
 
 
 # --- budgets of the host and of the disk ---

@@ -238,9 +238,10 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
-    at most."""
+    at most. What the device stores goes on while the host updates another block."""
     reduced = {v.name for x in lines if x.op in (_SCATTER, "to_host_start") or (x.op in COPIES and x.writes) for v in x.out}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
+    stores = {v.name for x in lines if x.op == "to_host_start" and x.writes for v in x.out}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
     for line in lines:
@@ -248,10 +249,11 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
             held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
         passes = (_is_block(line) and not repeats(line)) or _is_update(line)
-        done = line.op == "redo"  # what was written on a guess is written before it is known to be right
-        due = [w for w, left in held if _reads(line, w) or ((done or (left == 0 and passes)) and w.args[0] in reduced)]
+        counted = (reduced - stores if line.attrs.get("on") == "host" else reduced) if passes else ()
+        done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
+        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due
-        held = [(w, left - (passes and w.args[0] in reduced)) for w, left in held if w not in due]
+        held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
         out.append(line)
     return out + [w for w, _ in held]
 

@@ -236,6 +236,12 @@ def step_seconds(program: Program, device: Device, backend: str) -> float:
     return _timeline(program, device, backend).step_seconds
 
 
+def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
+    """Those of the step, and how long each queue is busy in it."""
+    found = _timeline(program, device, backend)
+    return found.step_seconds, {COMPUTE: found.compute_seconds, **found.busy_seconds}
+
+
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
     here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
     return memory_of(program, functools.partial(temporaries, backend=backend, device=here))

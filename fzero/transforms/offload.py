@@ -88,7 +88,8 @@ def offload(
             a disk if there is a path.
         fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
-        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" takes what the plan predicts to be faster.
+        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" lets the plan choose: the host updates all
+            blocks, none, or a part of them while the state of the others streams through the device, whichever it predicts to be fastest.
 
     Communication: none between ranks. Per rank and step, over the link between host and device, of P parameters whose Adam state rests there: an update on
         the host 4P bytes of gradients out (2P if they are reduced in bf16) and, under mixed precision, 2P in of what is computed with; in fp32, where

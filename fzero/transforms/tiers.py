@@ -1,7 +1,7 @@
 """The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
 
-Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, unless `update_on` says otherwise,
-and gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
+Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
+gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
 reads the copies of transforms/compute.py. What moves for one line moves together. What a block's backward has read from disk its update does not read again,
 if it follows at once.
 """
@@ -24,15 +24,15 @@ from fzero.transforms.offload import Offload, spread_out
 SMALL = 1 << 14  # bytes: an activation of less stays on the device
 
 
-def rewrite(program: Program, update_on: str = "host") -> Program:
+def rewrite(program: Program, on_device: frozenset[str] = frozenset()) -> Program:
     """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
 
     Args:
         program: to be rewritten.
-        update_on: the side, "host" or "device", that computes the update of what rests elsewhere, if the step leaves it open.
+        on_device: leaves off the device that are updated there, of `updated_on_device`.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records, update_on).run() if records else program
+    return _Rewrite(program, records, on_device).run() if records else program
 
 
 def leaves_side_open(program: Program) -> bool:
@@ -42,8 +42,37 @@ def leaves_side_open(program: Program) -> bool:
     return off and all(r.update_on == "auto" for r in records)
 
 
+def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
+    """The leaves off the device, and ranks' parts of such, that are updated on the device, where the host updates a share of them.
+
+    Args:
+        program: whose update is cut.
+        host_share: of their bytes, as whole blocks spread evenly over all, if the step leaves it open.
+    """
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    share = next((float(r.update_on == "host") for r in records if r.update_on != "auto"), host_share)
+    parts = (line for line in program.lines if line.op == "take_shard" and line.args[0] in program.leaves)
+    leaves = {**program.leaves, **{line.out[0].name: program.leaves[line.args[0]] for line in parts}}
+    size = lambda names: sum(leaves[a].numel * leaves[a].dtype.itemsize for a in names)  # noqa: E731
+    blocks = []
+    for line in (line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes):
+        state = [a for a in line.args if a in leaves]
+        off = [a for a in state if leaves[a].layout.tier != "device"]
+        blocks += [off] if off and 2 * size(off) >= size(state) else []
+    on_host = spread_out([size(block) for block in blocks], share)
+    return frozenset(a for block, host in zip(blocks, on_host, strict=True) if not host for a in block)
+
+
+def blocks_updated_on_host(program: Program) -> tuple[int, int]:
+    """How many blocks whose state rests off the device are updated on the host, of how many."""
+    updates = [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
+    brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
+    on_host = sum(line.attrs.get("on") == "host" for line in updates)
+    return on_host, on_host + sum("on" not in line.attrs and not brought.isdisjoint(line.writes) for line in updates)
+
+
 class _Rewrite:
-    def __init__(self, program: Program, records: Sequence[Offload], update_on: str):
+    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str]):
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
@@ -51,7 +80,7 @@ class _Rewrite:
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
-        self.update_on = next((r.update_on for r in records if r.update_on != "auto"), update_on)
+        self.on_device = on_device
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
@@ -98,10 +127,10 @@ class _Rewrite:
         return [*lines, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
-        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device."""
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and is not to be updated there."""
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
-        off = sum(n for a, n in state.items() if "device" not in self._at(a))
-        return "host" if off and self.update_on == "host" and 2 * off >= sum(state.values()) else "device"
+        off = {a: n for a, n in state.items() if "device" not in self._at(a)}
+        return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
 
     # --- where values lie ---
 
