@@ -28,7 +28,7 @@ from itertools import accumulate
 
 from fzero import layout
 from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, stays
-from fzero.schedule.memory import Output, output_storages
+from fzero.program.storages import Output, output_storages
 from fzero.schedule.packing import Interval, Item, pack
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
@@ -362,7 +362,7 @@ class _Views:
             if line.op != "call":
                 continue
             if line.fn not in found:
-                found[line.fn] = output_storages(program.functions[line.fn])
+                found[line.fn] = output_storages(program.functions[line.fn].graph)
             num = Counter(output.root for output in found[line.fn])
             for value, output in zip(line.out, found[line.fn], strict=True):
                 if output.argument is not None:
