@@ -14,7 +14,7 @@ import torch
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.layout import Leaf, extent_of, place
-from fzero.lower import mirrors
+from fzero.leaves import mirrors
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
