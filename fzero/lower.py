@@ -16,24 +16,36 @@ from typing import Any
 
 import torch
 
-from fzero import compat, tree
+from fzero import tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, Budget, Choice, choose, choose_share, decided, fastest, unmet
-from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
-from fzero.layout import COMPUTE, Layout, Leaf, ties
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
+from fzero.layout import Leaf
+from fzero.leaves import (
+    abstract,
+    abstract_params,
+    auto_of,
+    batch_inputs,
+    compute_leaves,
+    extra_leaves,
+    mirrors,
+    offloads,
+    opt_state_inputs,
+    params_inputs,
+    zero_of,
+)
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
-from fzero.program.record import Recorded, record, uncollected
-from fzero.program.results import Remembering
+from fzero.program.record import uncollected
 from fzero.program.trace import Inputs
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, parse_bytes, plan
-from fzero.step import EvalStep, Step, check_batch, check_init, check_params, wants_key
+from fzero.step import EvalStep, Step, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
@@ -229,11 +241,6 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
 
 
-def auto_of(step: Step | EvalStep) -> Offload | None:
-    """The transform that leaves open what rests where, if a step has it."""
-    return next((t for t in step.transforms if isinstance(t, Offload) and t.tier == "auto"), None)
-
-
 def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> tuple[Step, tuple[Decision, ...]]:
     """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
 
@@ -306,129 +313,3 @@ def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:
     if axis:
         yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
     yield from (remat.remat("full"), accumulate.accumulate(2), accumulate.accumulate(8), mixed_precision("bf16"))
-
-
-# --- leaf tables ---
-
-
-def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
-    """The parallel transforms of a step on a mesh, checked against it."""
-    records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
-    precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.compute_dtype(leaf) != leaf.dtype)
-    zero.check()
-    return zero
-
-
-def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inputs:
-    """The leaf table of parameters given whole: how each will rest."""
-    precision = find(step.transforms, MixedPrecision)
-    zero = zero_of(step, mesh)
-    flat, structure = tree.flatten(params)
-    leaves = []
-    for path, x in zip(tree.paths(params, "params"), flat, strict=True):
-        leaf = Leaf(path, "params", tuple(x.shape), Layout(precision.resting_dtype(x.dtype) if precision else x.dtype))
-        leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
-    tied = ties(flat)
-    tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
-    return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
-
-
-def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
-    the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
-    zero = zero_of(step, mesh)
-    mode = compat.FakeTensorMode()
-    whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
-    with mode, Remembering():
-        state = step.optimizer.init(step.optimized(whole))
-    flat, structure = tree.flatten(state)
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
-    if wrong:
-        raise FzeroTypeError(message("optimizer", "init returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
-    leaves = [Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)]
-    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
-    for i, mirrored in enumerate(mirrors(leaves, params)):
-        if mirrored is not None:
-            axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
-            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
-    return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
-
-
-def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their masters are."""
-    precision = find(step.transforms, MixedPrecision)
-    if precision is None or isinstance(step, EvalStep):
-        return {}
-    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero_of(step, mesh).casts)
-    out = {}
-    for i in params.distinct:
-        master, dtype = params.leaves[i], precision.compute_dtype(params.leaves[i])
-        if master.layout.tier != "device" and dtype != master.dtype:
-            path = f"{COMPUTE}{master.path.removeprefix('params')}"
-            out[i] = replace(master, path=path, role="compute").with_layout(dtype=dtype, tier=tiers[i].copy)
-    return out
-
-
-def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
-    """Of each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
-    by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
-
-    def mirrored(leaf: Leaf) -> int | None:
-        endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
-        return next((i for i in endings if i is not None and params.leaves[i].shape == leaf.shape), None)
-
-    return [mirrored(leaf) for leaf in leaves]
-
-
-def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
-    """The transforms that say what rests where.
-
-    Raises:
-        TransformError: that is left open.
-    """
-    if auto_of(step) is not None:
-        fix = "give an evaluation the transforms of the training step that was resolved: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
-        raise TransformError(message("offload", f"{auto_of(step)} is resolved for a training step, with its batch", fix=fix))
-    return tuple(t for t in step.transforms if isinstance(t, Offload))
-
-
-def batch_inputs(batch: Any) -> Inputs:
-    check_batch(batch)
-    flat, structure = tree.flatten(batch)
-    leaves = tuple(Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True))
-    return Inputs(structure, leaves, tuple(range(len(leaves))))
-
-
-def extra_leaves() -> dict[str, Leaf]:
-    """The leaves of a state besides parameters and optimizer state."""
-    return {"step": Leaf("step", "step", (), Layout(torch.int64)), "key": Leaf("key", "key", (3,), Layout(torch.int64))}
-
-
-def abstract_params(params: Inputs) -> Any:
-    """The tree of whole shapes, as meta tensors."""
-    return params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device="meta") for i in params.distinct})
-
-
-def abstract(init_fn: Any) -> Any:
-    """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
-    return recorded(init_fn)[0]
-
-
-def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
-    """As `abstract`, and the function itself, recorded: it returns the leaves of that tree."""
-    check_init(init_fn)
-    made: dict[str, Any] = {}
-
-    def run(key: torch.Tensor) -> list[torch.Tensor]:
-        result = init_fn(key)
-        check_params(result)
-        flat, made["structure"] = tree.flatten(result)
-        made["ties"] = ties(flat)
-        return flat
-
-    with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        graph = record(run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn)
-    returned = graph.outputs
-    metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
-    return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]]), graph

@@ -233,7 +233,7 @@ def test_memory_does_not_grow_with_depth(unified: bool) -> None:
     """But for what each block was given, kept for its backward: nothing of its parameters, gradients or optimizer state."""
     (short, _), (long, _) = (plans(layers, unified=unified) for layers in (4, 12))
     given = models.BATCH * models.SEQ * 64 * 4
-    room = 0 if unified else short.peak_bytes // 8  # for gaps in the pool
+    room = 0 if unified else short.peak_bytes // 12  # for gaps in the pool
     assert 8 * given <= long.peak_bytes - short.peak_bytes < 8 * (given + 64) + room  # and a block's share of the norm
     assert long.resting_bytes == short.resting_bytes < 64
     (clipped, sizes), (more, deeper) = (plans(layers, optimizer="clipped", unified=unified) for layers in (4, 12))
@@ -242,7 +242,7 @@ def test_memory_does_not_grow_with_depth(unified: bool) -> None:
 
 def test_activations_in_host_memory_do_not_grow_either() -> None:
     (short, _), (long, _) = (plans(layers, fz.offload("cpu", "activations"), unified=False) for layers in (4, 12))
-    assert long.peak_bytes - short.peak_bytes < 8 * 64 + short.peak_bytes // 8  # gaps in the pool
+    assert long.peak_bytes - short.peak_bytes < 8 * 64 + short.peak_bytes // 10  # gaps in the pool
     assert {"disk", "to_device", "to_host"} <= set(long.channels)
 
 

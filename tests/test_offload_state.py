@@ -24,7 +24,7 @@ from fzero.checkpoint import format, reading
 from fzero.comm import disk
 from fzero.errors import BudgetError, CheckpointError, FzeroError, FzeroTypeError, FzeroValueError, TierError, TransformError
 from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
-from fzero.lower import opt_state_inputs, params_inputs
+from fzero.leaves import opt_state_inputs, params_inputs
 from fzero.runtime import birth, resting
 from fzero.runtime.compile import placed_inputs
 from fzero.transforms.offload import Offload, tiers_of

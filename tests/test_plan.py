@@ -16,10 +16,11 @@ import fzero as fz
 from fzero import compat, errors, optim
 from fzero.program.ir import Function, Line, Placement, Program, Value, transfer_bytes
 from fzero.program.record import record
+from fzero.program.storages import output_storages
 from fzero.runtime.profile import allocated
 from fzero.schedule.cost import channel
 from fzero.schedule.devices import KNOWN
-from fzero.schedule.memory import ROLES, memory_of, output_storages, resting_bytes
+from fzero.schedule.memory import ROLES, memory_of, resting_bytes
 from fzero.schedule.plan import parse_bytes, plan
 from fzero.schedule.timeline import COMPUTE, simulate
 
@@ -78,13 +79,13 @@ def test_views_are_not_counted_twice_and_keep_what_they_view():
     ]
     program = program_of(lines, [halves, same], ("d", "v"), [("batch", (100,))])
     assert series(program) == [800, 1000, 1200]  # b keeps all of the 400 bytes that a is gone from
-    argument, root, nbytes = zip(*output_storages(halves), strict=True)
+    argument, root, nbytes = zip(*output_storages(halves.graph), strict=True)
     assert argument == (None, None, 0) and root[0] == root[1] != root[2] and nbytes[0] == nbytes[1] == 400
 
 
 def test_results_of_matrix_products_that_are_reshaped_are_one_storage():
     product = function("product", lambda x: [x.view(2, 5, 10) @ torch.ones(10, 10)], (10, 10))
-    assert [o.nbytes for o in output_storages(product)] == [400] and output_storages(product)[0].argument is None
+    assert [o.nbytes for o in output_storages(product.graph)] == [400] and output_storages(product.graph)[0].argument is None
 
 
 def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought():

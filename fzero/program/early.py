@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fzero.program.ir import COLLECTIVES, Function, Line, Program
-from fzero.program.storages import storage_of
+from fzero.program.ir import COLLECTIVES, Line, Program
+from fzero.program.storages import Output, output_storages
 
 
 def early(program: Program) -> Program:
@@ -54,7 +54,7 @@ class _Dependencies:
 
     def __init__(self, program: Program):
         self._functions = program.functions
-        self._views: dict[str, dict[int, int]] = {}  # of a function: results that lie in an argument
+        self._outputs: dict[str, list[Output]] = {}  # of a function
         self._of: dict[str, set[str]] = {}  # whose memory a value may lie in
         self._made: dict[str, int] = {}
         self._read: dict[str, int] = {}  # the last line that reads a value's memory
@@ -83,7 +83,7 @@ class _Dependencies:
         for x in (line, *line.body):
             for i, value in enumerate(x.out):
                 self._made[value.name] = at
-                self._of[value.name] = {value.name, *(root for a in _shares(x, i, self._shared(x.fn)) for root in self._roots(a))}
+                self._of[value.name] = {value.name, *(root for a in self._shares(x, i) for root in self._roots(a))}
         for name in _written(line):
             for root in self._roots(name):
                 self._written[root] = at
@@ -91,26 +91,18 @@ class _Dependencies:
     def _roots(self, name: str) -> set[str]:
         return self._of.get(name, {name})
 
-    def _shared(self, fn: str) -> dict[int, int]:
-        if fn and fn not in self._views:
-            self._views[fn] = shared_arguments(self._functions[fn])
-        return self._views.get(fn, {})
-
-
-def shared_arguments(function: Function) -> dict[int, int]:
-    """For each result that lies in the memory of an argument, which."""
-    places = {n: i for i, n in enumerate(function.graph.inputs)}
-    roots = [storage_of(n) for n in function.graph.outputs]
-    return {i: places[root] for i, root in enumerate(roots) if root in places}
-
-
-def _shares(line: Line, which: int, shared: dict[int, int]) -> Sequence[str]:
-    """The argument that a result may share memory with."""
-    if line.op in ("take_shard", "take_part"):
-        return line.args[:1]
-    if line.op == "add":
-        return (line.args[which],)
-    return (line.args[shared[which]],) if which in shared else ()
+    def _shares(self, line: Line, which: int) -> Sequence[str]:
+        """The argument that a result may share memory with."""
+        if line.op in ("take_shard", "take_part"):
+            return line.args[:1]
+        if line.op == "add":
+            return (line.args[which],)
+        if not line.fn:
+            return ()
+        if line.fn not in self._outputs:
+            self._outputs[line.fn] = output_storages(self._functions[line.fn].graph)
+        argument = self._outputs[line.fn][which].argument
+        return () if argument is None else (line.args[argument],)
 
 
 def _read(line: Line) -> tuple[str, ...]:

@@ -1,20 +1,43 @@
 """Which values of a recorded graph share memory: a view lies in what it views, what overwrites a value lies where that did, anything else is made anew.
 
 A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may keep (program/split.py), which views
-are remade rather than passed on (program/segment.py), what a function's results keep alive (schedule/memory.py), what its kernels read and
-write (schedule/fusion.py). Not so program/propagate.py: there a view is what a flat shard stays a shard under, memory or not.
+are remade rather than passed on (program/segment.py), what must not be overwritten while a function's results are read (program/early.py) and what these keep
+alive (schedule/memory.py), what its kernels read and write (schedule/fusion.py). Not so program/propagate.py: there a view is what a flat shard stays a shard
+under, memory or not.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
 
 from fzero import compat
+from fzero.program.record import Recorded
 
 aten = torch.ops.aten
+
+
+class Output(NamedTuple):
+    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of `nbytes`."""
+
+    argument: int | None
+    root: int
+    nbytes: int
+
+
+def output_storages(graph: Recorded) -> list[Output]:
+    """The storage of each result. Results that are views of one tensor share it."""
+    places = {n: i for i, n in enumerate(graph.inputs)}
+    roots = [storage_of(n) for n in graph.outputs]
+    numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
+    found = []
+    for node in roots:
+        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0  # a literal belongs to the function
+        found.append(Output(places.get(node), numbers[node], nbytes))
+    return found
 
 
 def storage_of(node: fx.Node) -> fx.Node:

@@ -18,22 +18,20 @@ from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
-from fzero.lower import (
-    Lowered,
+from fzero.leaves import (
     abstract,
     abstract_params,
     auto_of,
     batch_inputs,
     compute_leaves,
     extra_leaves,
-    lower_inputs,
     offloads,
     opt_state_inputs,
     params_inputs,
     recorded,
-    resolve,
     zero_of,
 )
+from fzero.lower import Lowered, lower_inputs, resolve
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.device import on_device
 from fzero.program.guess import guessed_leaves

@@ -17,7 +17,7 @@ from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.errors import FzeroValueError
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
-from fzero.lower import mirrors
+from fzero.leaves import mirrors
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree

@@ -22,21 +22,18 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-import numpy as np
-
 from fzero import layout
 from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, stays
-from fzero.schedule.memory import Output, output_storages
+from fzero.program.storages import Output, output_storages
+from fzero.schedule.packing import Interval, Item, pack
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
-
-Interval = tuple[int, int]  # first and last line, both inclusive
 
 
 def place(program: Program) -> Program:
@@ -147,7 +144,7 @@ class _Placer:
             for i, (line, _) in enumerate(self.lines):
                 if line.op in ("call", "cast") and not line.writes:
                     self._results(i, line)
-        pool_bytes, host_pool_bytes = (_assign(r for r in self.regions if r.arena == arena) for arena in ("device", "host"))
+        pool_bytes, host_pool_bytes = (_assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host"))
         numbers = iter(range(len(self.lines)))
 
         def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -365,7 +362,7 @@ class _Views:
             if line.op != "call":
                 continue
             if line.fn not in found:
-                found[line.fn] = output_storages(program.functions[line.fn])
+                found[line.fn] = output_storages(program.functions[line.fn].graph)
             num = Counter(output.root for output in found[line.fn])
             for value, output in zip(line.out, found[line.fn], strict=True):
                 if output.argument is not None:
@@ -396,28 +393,13 @@ def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) 
             at += size
 
 
-def _assign(regions: Iterable[_Region]) -> int:
-    """Offsets, largest regions first, each as low as those it meets in time allow. Returns the size of the pool in bytes.
-
-    Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020.
-    """
-    ordered = sorted((r for r in regions if r.nbytes), key=lambda r: (-r.nbytes, r.times))
-    # a row for each time that a region placed so far is taken: first and last line, first byte, byte after the last
-    rows, num = np.zeros((4, sum(len(r.times) for r in ordered)), dtype=np.int64), 0
-    for region in ordered:
-        first, last, begin, end = rows[:, :num]
-        meet = np.zeros(num, dtype=bool)
-        for a, b in region.times:
-            meet |= (first <= b) & (last >= a)
-        begin, end = begin[meet], end[meet]
-        upward = np.argsort(begin)
-        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // region.align) * region.align)))  # before the next taken bytes, and after all
-        gaps = np.flatnonzero(free[:-1] + region.nbytes <= begin[upward])
-        region.offset = at = int(free[gaps[0]] if len(gaps) else free[-1])
-        for a, b in region.times:
-            rows[:, num] = a, b, at, at + region.nbytes
-            num += 1
-    return max((r.offset + r.nbytes for r in ordered), default=0)
+def _assign(regions: Sequence[_Region]) -> int:
+    """Offsets for the regions of an arena. Returns its size in bytes."""
+    regions = [r for r in regions if r.nbytes]
+    packing = pack([Item(r.nbytes, tuple(r.times), r.align) for r in regions])
+    for region, offset in zip(regions, packing.offsets, strict=True):
+        region.offset = offset
+    return packing.nbytes
 
 
 def _with_functions(program: Program) -> Program:

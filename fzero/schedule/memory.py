@@ -16,7 +16,7 @@ from fzero.layout import padded
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays, turns
 from fzero.program.show import last_reads
-from fzero.program.storages import storage_of
+from fzero.program.storages import output_storages
 
 ROLES: tuple[str, ...] = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
 """What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
@@ -75,7 +75,7 @@ class _Memory:
         self.program, self.values, self.roles = program, program.values_by_name, roles(program)
         self.waits = {line.args[0]: line for line, _ in program.walk() if line.op == "wait"}
         self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
-        self.outputs = {name: output_storages(f) for name, f in program.functions.items()}
+        self.outputs = {name: output_storages(f.graph) for name, f in program.functions.items()}
         self.names: dict[str, tuple[_Storage, ...]] = {}
         self.references: dict[_Storage, int] = {}
         self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
@@ -202,26 +202,6 @@ class _Memory:
             # a rank's part of a gather lies within the gather
             known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host)
         return known
-
-
-class Output(NamedTuple):
-    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of `nbytes`."""
-
-    argument: int | None
-    root: int
-    nbytes: int
-
-
-def output_storages(function: Function) -> list[Output]:
-    """The storage of each result. Results that are views of one tensor share it."""
-    places = {n: i for i, n in enumerate(function.graph.inputs)}
-    roots = [storage_of(n) for n in function.graph.outputs]
-    numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
-    found = []
-    for node in roots:
-        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0  # a literal belongs to the function
-        found.append(Output(places.get(node), numbers[node], nbytes))
-    return found
 
 
 # --- roles ---

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from fzero.program.base import identifier
-from fzero.program.early import shared_arguments
 from fzero.program.guess import is_guess
 from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
 from fzero.program.names import Names
+from fzero.program.storages import output_storages
 from fzero.transforms.offload import Offload, spread_out
 
 SMALL = 1 << 14  # bytes: an activation of less stays on the device
@@ -313,8 +313,8 @@ class _Rewrite:
         found = []
         for line in lines:
             if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
-                views = shared_arguments(self.program.functions[line.fn])
-                found += [v for i, v in enumerate(line.out) if v.name in late and i not in views and v.nbytes >= SMALL]
+                outputs = output_storages(self.program.functions[line.fn].graph)
+                found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
         chosen = spread_out([v.nbytes for v in found], record.fraction)
         return {v.name for v, off in zip(found, chosen, strict=True) if off}
 
