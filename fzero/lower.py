@@ -20,10 +20,11 @@ from fzero import compat, tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
-from fzero.layout import COMPUTE, Layout, Leaf, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.program import fuse
-from fzero.program.base import Training, lower_eval, lower_train
+from fzero.optim.loss_scale import LossScaleState
+from fzero.program.base import Precision, Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.record import Recorded, record, uncollected
 from fzero.program.results import Remembering
@@ -133,7 +134,7 @@ def lower(
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     if isinstance(step, EvalStep):
-        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, _dtypes(step)[0])
+        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
         return _fitting(Lowered(program, params, None, batch, structure, budget))
@@ -165,7 +166,7 @@ class _Traced:
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
-    zero, (compute_dtype, reduce_dtype) = zero_of(step, mesh), _dtypes(step)
+    zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -195,10 +196,9 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 trains=trains,
                 opt_state=opt_state,
                 batch=micro,
-                extras=extra_leaves(),
+                extras=extra_leaves(step),
                 mesh=mesh,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
+                precision=precision_of(step),
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
@@ -213,10 +213,12 @@ def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) 
     return verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
 
 
-def _dtypes(step: Step | EvalStep) -> tuple[Callable[[Leaf], torch.dtype], Callable[[Leaf], torch.dtype]]:
-    """Those that a parameter is computed in, and its gradient reduced in."""
-    precision = find(step.transforms, MixedPrecision)
-    return (precision.compute_dtype, precision.reduce_dtype) if precision else (lambda leaf: leaf.dtype, lambda leaf: leaf.dtype)
+def precision_of(step: Step | EvalStep) -> Precision:
+    """The dtypes of a step, and its loss scale."""
+    record = find(step.transforms, MixedPrecision)
+    if record is None:
+        return Precision()
+    return Precision(record.compute_dtype, record.reduce_dtype, record.output_dtype, record.where is not None, record.loss_scale)
 
 
 def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
@@ -324,9 +326,12 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
     flat, structure = tree.flatten(params)
     leaves = []
     for path, x in zip(tree.paths(params, "params"), flat, strict=True):
-        leaf = Leaf(path, "params", tuple(x.shape), Layout(precision.resting_dtype(x.dtype) if precision else x.dtype))
+        leaf = Leaf(path, "params", tuple(x.shape), Layout(x.dtype))
+        leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
+    if precision is not None:
+        precision.check_ties(leaves, tied)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 
@@ -397,9 +402,13 @@ def batch_inputs(batch: Any) -> Inputs:
     return Inputs(structure, leaves, tuple(range(len(leaves))))
 
 
-def extra_leaves() -> dict[str, Leaf]:
-    """The leaves of a state besides parameters and optimizer state."""
-    return {"step": Leaf("step", "step", (), Layout(torch.int64)), "key": Leaf("key", "key", (3,), Layout(torch.int64))}
+def extra_leaves(step: Step) -> dict[str, Leaf]:
+    """The leaves of a state besides parameters, optimizer state and copies to compute with, by path."""
+    leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
+    if precision_of(step).loss_scale is not None:
+        dtypes = LossScaleState(torch.float32, torch.int64, torch.int64, torch.int64)  # type: ignore[arg-type]
+        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in zip(dtypes._fields, dtypes, strict=True)]
+    return {leaf.path: leaf for leaf in leaves}
 
 
 def abstract_params(params: Inputs) -> Any:

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, home_of, leaf_of, place, shard, ties
 from fzero.lower import (
     Lowered,
     abstract,
@@ -30,11 +30,13 @@ from fzero.lower import (
     offloads,
     opt_state_inputs,
     params_inputs,
+    precision_of,
     recorded,
     resolve,
     zero_of,
 )
 from fzero.mesh import Mesh, return_freed_memory
+from fzero.optim.loss_scale import LossScaleState
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
@@ -164,7 +166,8 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        state = self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
+        state = self._state(inputs, opt_inputs, made, opt, rest, places, "init")
         if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
         return state
@@ -219,15 +222,22 @@ class CompiledStep(_Compiled):
             self._resolve(whole)
             inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        meta = _abstract_state(inputs, opt_inputs)
-        names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
-        checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        extras = extra_leaves(self.step)
+        names = dict(zip(tree.names(_abstract_state(inputs, opt_inputs, extras)), _leaves(inputs, opt_inputs, extras), strict=True))
+        index = checkpoint.describe(path)
+        held = {name for name in index.leaves if name.startswith("extras.loss_scale.")}
+        if not held:  # of a step without a loss scale: it begins anew
+            names = {n: leaf for n, leaf in names.items() if leaf.role != "loss_scale"}
+        elif "loss_scale" not in {leaf.role for leaf in names.values()}:  # of a step with one, that is not wanted any more
+            index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
+        checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
-        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], places, "restore")
+        rest = {p: by_path[p] for p in extras if p in by_path}
+        return self._state(inputs, opt_inputs, made, opt, rest, places, "restore")
 
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
@@ -312,24 +322,26 @@ class CompiledStep(_Compiled):
         opt_state: Inputs,
         made: dict[int, torch.Tensor],
         opt: dict[int, torch.Tensor],
-        step: torch.Tensor,
-        key: torch.Tensor,
+        rest: dict[str, torch.Tensor],
         places: dict[str, torch.Tensor],
         owner: str,
     ) -> State:
-        leaves = extra_leaves()
+        """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; a loss scale that is not among them begins."""
         for inputs, values in ((params, made), (opt_state, opt)):
             for i, x in values.items():
                 place(x, inputs.leaves[i], self.mesh)
-        step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
-        key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
+        scaling = precision_of(self.step).loss_scale
+        begins = {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
+        few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step).items()}
         copies = compute_leaves(self.step, self.mesh, params)
 
         def cast() -> dict[int, torch.Tensor]:
             return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
 
-        extras = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
-        state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
+        extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
+        if scaling is not None:
+            extras["loss_scale"] = LossScaleState(*(few[p] for p in begins))
+        state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras)
         self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
         return state
 
@@ -454,15 +466,16 @@ def _differences(found: Inputs, expected: Inputs) -> list[str]:
     return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
 
 
-def _abstract_state(params: Inputs, opt_state: Inputs) -> State:
+def _abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {})
+    scale = [scalar for leaf in few.values() if leaf.role == "loss_scale"]
+    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {"loss_scale": LossScaleState(*scale)} if scale else {})
 
 
-def _leaves(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+def _leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
-    extra = extra_leaves()
-    return [extra["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, extra["key"]]
+    scale = [leaf for leaf in few.values() if leaf.role == "loss_scale"]
+    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *scale]
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
