@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
-from fzero.program import fuse
 from fzero.optim.loss_scale import LossScaleState
+from fzero.program import fuse
 from fzero.program.base import Precision, Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.record import Recorded, record, uncollected
@@ -406,8 +406,8 @@ def extra_leaves(step: Step) -> dict[str, Leaf]:
     """The leaves of a state besides parameters, optimizer state and copies to compute with, by path."""
     leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
     if precision_of(step).loss_scale is not None:
-        dtypes = LossScaleState(torch.float32, torch.int64, torch.int64, torch.int64)  # type: ignore[arg-type]
-        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in zip(dtypes._fields, dtypes, strict=True)]
+        dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
+        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
     return {leaf.path: leaf for leaf in leaves}
 
 

@@ -64,8 +64,10 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = [f"{name}={x!r}: must be a number above 0" for name in ("initial", "minimum") if not _positive(x := getattr(self, name))]
-        problems += [f"{name}={x!r}: must be a whole number of at least 1" for name in ("growth_interval", "hysteresis") if not _count(x := getattr(self, name))]
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        problems = [f"{name}={given[name]!r}: must be a number above 0" for name in ("initial", "minimum") if not _positive(given[name])]
+        counts = [name for name in ("growth_interval", "hysteresis") if not _count(given[name])]
+        problems += [f"{name}={given[name]!r}: must be a whole number of at least 1" for name in counts]
         if not _positive(self.growth_factor) or self.growth_factor < 1:
             problems.append(f"growth_factor={self.growth_factor!r}: must be at least 1")
         if not _positive(self.backoff_factor) or self.backoff_factor > 1:

@@ -43,11 +43,14 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
+from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
+from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, paths_of
+from fzero.transforms.precision import MixedPrecision
 
 
 class _Compiled:
@@ -123,6 +126,9 @@ class CompiledStep(_Compiled):
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
+        precision = find(step.transforms, MixedPrecision)
+        scaling = precision.loss_scale if precision else None
+        self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
         self._params: Inputs | None = None
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
@@ -254,16 +260,26 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
-            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
+            mesh, as 0-dim tensors that have not been waited for; with a loss scale also `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with
+            leaves or activations off the device also says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
+            (docs/transforms/offload.md).
+
+        Raises:
+            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
+            LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
+        if not self._runs:
+            trained = self.step.trains(abstract_params(params))
+            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         lowered, run = self._run_for(params, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        if self._at_minimum is not None:
+            self._at_minimum(metrics["loss_scale_at_minimum"])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
@@ -293,7 +309,7 @@ class CompiledStep(_Compiled):
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._copies(state, expected)
+            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._extras(state, expected)
             if wrong:
                 away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
                 fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
@@ -306,12 +322,13 @@ class CompiledStep(_Compiled):
         assert self._params is not None
         return self._params
 
-    def _copies(self, state: State, params: Inputs) -> list[str]:
-        """How the copies to compute with differ from those that this step expects."""
+    def _extras(self, state: State, params: Inputs) -> list[str]:
+        """How the copies to compute with, and the loss scale, differ from those that this step expects."""
         copies = compute_leaves(self.step, self.mesh, params)
-        found = placed_inputs(state.extras.get("compute"), self.mesh, COMPUTE).leaves
+        found = [x for name, path in (("compute", COMPUTE), ("loss_scale", LOSS_SCALE)) for x in placed_inputs(state.extras.get(name), self.mesh, path).leaves]
         here = {x.path: x for x in found}
-        pairs = [(here.get(leaf.path), leaf) for leaf in copies.values()]
+        expected = [*copies.values(), *(leaf for leaf in extra_leaves(self.step).values() if leaf.role == "loss_scale")]
+        pairs = [(here.get(leaf.path), leaf) for leaf in expected]
         return [
             f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout
         ]
@@ -435,6 +452,8 @@ def compile(
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
+    if (precision := find(step.transforms, MixedPrecision)) is not None:
+        precision.check_device(mesh.device)
     nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
     if isinstance(step, EvalStep):
         return CompiledEval(step, mesh, backend, (nbytes, host, disk))

@@ -78,7 +78,8 @@ class MixedPrecision(Transform):
         if self.outputs != "fp32":
             shown.append(f"outputs={self.outputs!r}")
         if self.loss_scale is not None:
-            shown.append(f"loss_scale={'dynamic' if self.loss_scale == LossScale() else self.loss_scale.initial if self.loss_scale.fixed else self.loss_scale!r}")
+            plain = "'dynamic'" if self.loss_scale == LossScale() else f"{self.loss_scale.initial:g}"
+            shown.append(f"loss_scale={plain if self.loss_scale.fixed or self.loss_scale == LossScale() else self.loss_scale}")
         if self.loss_scale_at_minimum != "warn":
             shown.append(f"loss_scale_at_minimum={self.loss_scale_at_minimum!r}")
         if self.where is not None:
