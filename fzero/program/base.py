@@ -402,22 +402,19 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p))
         new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
-        new_o = [new_o[i] for i in opt_state.distinct]
-        written = [step + 1, *new_p, *new_o]
-        found = {}
-        if scaling is not None and scale_state is not None:
-            overflow = torch.logical_not(torch.isfinite(norm))
-            old = [step, *(p[i] for i in trained), *o.values()]
-            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
-            new_scale, at_minimum = scaling.update(scale_state, overflow)
-            written[1:1] = new_scale
-            found = {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        metrics = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite, **found}
+        metrics = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
+        written = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        if scaling is not None and scale_state is not None:
+            overflow = torch.logical_not(torch.isfinite(norm))
+            old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            written[1:1], at_minimum = scaling.update(scale_state, overflow)
+            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
         return [*written, *flat]
