@@ -78,8 +78,8 @@ def main() -> None:
         rows.append((name, f"{1e3 * plain:.1f}", f"{1e3 * scaled:.1f}", f"{ratio:.3f}", answers[0]["skipped"]))
         notes.append(f"{name}: {ratio:.3f} times the step without, at most {LIMIT:g} wanted: {verdict(ratio, LIMIT)}")
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, ZeRO-3, AdamW{'' if args.unclipped else ' after clipping'}, "
-        f"one thread a process, {args.backend} backend; medians of {args.steps} steps in turns, of the slower rank, and of their ratios.",
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, ZeRO-3, "
+        f"AdamW{'' if args.unclipped else ' after clipping'}, one thread a process, {args.backend} backend; medians of {args.steps} steps in turns, of the slower rank, and of their ratios.",
         *notes,
     ]
     columns = ("", "fp16 ms", "with dynamic loss scaling ms", "ratio", "skipped")
