@@ -79,7 +79,8 @@ def main() -> None:
         notes.append(f"{name}: {ratio:.3f} times the step without, at most {LIMIT:g} wanted: {verdict(ratio, LIMIT)}")
     notes = [
         f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, ZeRO-3, "
-        f"AdamW{'' if args.unclipped else ' after clipping'}, one thread a process, {args.backend} backend; medians of {args.steps} steps in turns, of the slower rank, and of their ratios.",
+        f"AdamW{'' if args.unclipped else ' after clipping'}, one thread a process, {args.backend} backend; "
+        f"medians of {args.steps} steps in turns, of the slower rank, and of their ratios.",
         *notes,
     ]
     columns = ("", "fp16 ms", "with dynamic loss scaling ms", "ratio", "skipped")

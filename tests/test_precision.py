@@ -18,6 +18,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, LossScaleError, TransformError
 from fzero.program.ir import transfer_bytes
+from fzero.runtime import watch
 from fzero.transforms import precision
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -372,7 +373,9 @@ def test_arguments_that_cannot_work():
     for scale in (0, -1.0, float("nan"), float("inf"), True, "static"):
         raises(FzeroValueError, lambda scale=scale: fz.mixed_precision("fp16", loss_scale=scale), f"loss_scale={scale!r}")
     raises(FzeroValueError, lambda: fz.mixed_precision("bf16", loss_scale=128.0, loss_scale_at_minimum="stop"), "loss_scale_at_minimum='stop'")
-    raises(FzeroValueError, lambda: fz.mixed_precision("bf16", loss_scale="dynamic"), "loss_scale='dynamic'", "bf16 has the range of fp32")
+    raises(
+        FzeroValueError, lambda: fz.mixed_precision("bf16", loss_scale="dynamic"), "loss_scale='dynamic'", "neither compute='bf16' nor reduce='fp32' needs one"
+    )
     raises(FzeroValueError, lambda: fz.mixed_precision("fp32", loss_scale_at_minimum="raise"), "loss_scale_at_minimum='raise'")
     raises(FzeroValueError, lambda: fz.mixed_precision("fp16", outputs="fp64"), "outputs='fp64'", "'fp16'")
     raises(FzeroTypeError, lambda: fz.mixed_precision("fp16", where="norms"), "where='norms'")
@@ -447,6 +450,47 @@ def test_parameters_that_are_not_finite_at_the_start(run_ranks, num_ranks):
     train = fz.compile(masked, fz.make_mesh(data=1), backend="eager")
     _, metrics = train(train.init({"w": torch.ones(2), "mask": torch.tensor([0.0, -torch.inf])}), torch.ones(3, 2))
     assert metrics["finite"]  # what is not trained may be infinite
+
+
+class Late:
+    """The event of a device that is a step behind the host."""
+
+    def __init__(self, waited: list[Any]):
+        self.done, self.waited = False, waited
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waited.append(self)
+
+
+def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
+    """A warning comes when the flag has come; an error a step late, in the same step on every rank, however far each device is."""
+    waited, events = [], []
+
+    def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        events.append(Late(waited))
+        return flag, events[-1]
+
+    monkeypatch.setattr(watch, "_fetched", fetched)
+    flags, mesh = [torch.tensor(x) for x in (False, True, False, False)], fz.make_mesh(data=1)
+    warns = watch.AtMinimum(mesh, 1.0, raises=False)
+    for flag in flags[:3]:
+        warns(flag)
+    for event in events[:2]:
+        event.done = True
+    with pytest.warns(RuntimeWarning, match="loss scale 1:"):
+        warns(flags[3])
+    assert not waited
+    events.clear()
+    stops = watch.AtMinimum(mesh, 1.0, raises=True)
+    stops(flags[0])
+    assert not waited  # the newest is never waited for
+    stops(flags[1])
+    assert waited == events[:1]
+    raises(LossScaleError, lambda: stops(flags[2]), "loss scale 1:")
+    assert waited == events[:2]
 
 
 # the state

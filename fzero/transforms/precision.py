@@ -154,7 +154,7 @@ def mixed_precision(
     problems += _not_a_scale(loss_scale)
     if not scaled and not problems:
         given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", loss_scale_at_minimum, "warn")]
-        problems += [f"{what}={x!r}: nothing is in fp16, and {compute} has the range of fp32" for what, x, default in given if x != default]
+        problems += [f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one" for what, x, default in given if x != default]
     if problems:
         fix = "'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"
         raise FzeroValueError(message("mixed_precision", "this loss scale cannot work", problems, fix))
