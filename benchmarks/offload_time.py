@@ -162,7 +162,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
     verdicts.append(f"losses equal bit for bit to those without offload, in every step: {'met' if same else 'MISSED'}")
     clip = "" if args.max_norm is None else f", clipped at a norm of {args.max_norm:g}"
     notes = [
-        f"{points[0]['parameters'] / 1e6:.0f} M parameters ({args.layers} layers, width {args.width}), fp32, AdamW{clip}, sequence {args.seq}, one process with "
+        f"{points[0]['parameters'] / 1e6:.0f} M parameters ({args.layers} layers, width {args.width}), fp32, AdamW{clip}, sequence {args.seq}, one process, "
         f"{args.threads} threads, {args.backend} backend; {'O_DIRECT' if all(x['direct'] for x in points) else 'through the page cache'}.",
         f"Medians of {args.rounds} interleaved rounds, ratios within a round. Compute: the step without offload. Disk: the step's reads and writes alone, "
         f"{DEPTH} under way.",

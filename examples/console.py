@@ -146,7 +146,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
     p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
     p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to compute in; masters, moments and reductions are fp32")
+    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="to compute in; masters, moments and reductions are fp32")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--seed", **WHOLE, default=0)

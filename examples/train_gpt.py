@@ -128,6 +128,8 @@ def run(args: argparse.Namespace) -> None:
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}  # the global batch of a step is the same on any mesh
     state = train.restore(args.out, params=init) if args.resume else train.init(init, fz.random.key(args.seed))
     start = int(state.step)
+    if "loss_scale" in state.extras:  # fp16: a batch was seen, but no step taken, where gradients overflowed
+        start += int(state.extras["loss_scale"].skipped)
     say(f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {f'resuming at step {start}' if start else 'training'}")
     if args.print_program and RANK == 0:
         print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)
@@ -141,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
             peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rates = {"lr": float(schedule(index)), "tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "peak_bytes": peak}
             report({"step": done, "loss": loss, "grad_norm": grad_norm, **rates})
-            if args.stop_on_nan and not metrics["finite"]:
+            if args.stop_on_nan and not metrics["finite"] and not metrics.get("skipped"):
                 raise fz.errors.FzeroValueError(
                     f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"
                 )

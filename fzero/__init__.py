@@ -6,6 +6,7 @@ Training is written as pure functions over pytrees; transforms rewrite the step;
 from fzero import checkpoint, data, errors, optim, random, tree
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
+from fzero.optim.loss_scale import LossScale
 from fzero.program.block import block
 from fzero.program.show import show
 from fzero.runtime.build import has_compiler
@@ -26,6 +27,7 @@ __all__ = [
     "CompiledEval",
     "CompiledStep",
     "EvalStep",
+    "LossScale",
     "Lowered",
     "Mesh",
     "State",

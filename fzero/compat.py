@@ -227,6 +227,13 @@ def native_bf16(device: torch.device) -> bool:
     return True
 
 
+def native_fp16(device: torch.device) -> bool:
+    """Whether matrix products in float16 run at full speed on the device; as `native_bf16`."""
+    if device.type == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported() and torch.backends.mkldnn.enabled)
+    return True
+
+
 def default_store() -> dist.Store:
     """The key-value store that the processes met at: messages without a collective."""
     return dist.distributed_c10d._get_default_store()

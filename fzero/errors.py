@@ -49,6 +49,10 @@ class TierError(FzeroError, RuntimeError):
     """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint is not."""
 
 
+class LossScaleError(FzeroError, RuntimeError):
+    """Gradients that overflow though the loss scale is as low as it may be."""
+
+
 class CheckpointError(FzeroValueError):
     """A checkpoint that is missing, damaged, incomplete or of another model."""
 

@@ -25,6 +25,10 @@ COMPUTE = "extras['compute']"
 """The path of what a model computes with, where its parameters are masters that rest off the device."""
 
 
+LOSS_SCALE = "extras['loss_scale']"
+"""The path of what a loss scale remembers."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier (one of `TIERS`), and the dtype it is stored in."""

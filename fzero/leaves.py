@@ -13,8 +13,10 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, Layout, Leaf, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
+from fzero.optim.loss_scale import LossScaleState
+from fzero.program.base import Precision
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
@@ -23,6 +25,14 @@ from fzero.transforms import shard
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision
+
+
+def precision_of(step: Step | EvalStep) -> Precision:
+    """The dtypes of a step, and its loss scale."""
+    record = find(step.transforms, MixedPrecision)
+    if record is None:
+        return Precision()
+    return Precision(record.compute_dtype, record.reduce_dtype, record.output_dtype, record.where is not None, record.loss_scale)
 
 
 def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
@@ -41,9 +51,12 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
     flat, structure = tree.flatten(params)
     leaves = []
     for path, x in zip(tree.paths(params, "params"), flat, strict=True):
-        leaf = Leaf(path, "params", tuple(x.shape), Layout(precision.resting_dtype(x.dtype) if precision else x.dtype))
+        leaf = Leaf(path, "params", tuple(x.shape), Layout(x.dtype))
+        leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
+    if precision is not None:
+        precision.check_ties(leaves, tied)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 
@@ -119,9 +132,13 @@ def batch_inputs(batch: Any) -> Inputs:
     return Inputs(structure, leaves, tuple(range(len(leaves))))
 
 
-def extra_leaves() -> dict[str, Leaf]:
-    """The leaves of a state besides parameters and optimizer state."""
-    return {"step": Leaf("step", "step", (), Layout(torch.int64)), "key": Leaf("key", "key", (3,), Layout(torch.int64))}
+def extra_leaves(step: Step) -> dict[str, Leaf]:
+    """The leaves of a state besides parameters, optimizer state and copies to compute with, by path."""
+    leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
+    if precision_of(step).loss_scale is not None:
+        dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
+        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
+    return {leaf.path: leaf for leaf in leaves}
 
 
 def abstract_params(params: Inputs) -> Any:

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from fzero import tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, Budget, Choice, choose, choose_share, decided, fastest, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import Leaf
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -32,6 +29,7 @@ from fzero.leaves import (
     offloads,
     opt_state_inputs,
     params_inputs,
+    precision_of,
     zero_of,
 )
 from fzero.mesh import AbstractMesh
@@ -49,7 +47,7 @@ from fzero.step import EvalStep, Step, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
-from fzero.transforms.precision import MixedPrecision, mixed_precision
+from fzero.transforms.precision import mixed_precision
 from fzero.variants import Variants, finished
 
 
@@ -145,7 +143,7 @@ def lower(
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     if isinstance(step, EvalStep):
-        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, _dtypes(step)[0])
+        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
         return _fitting(Lowered(program, params, None, batch, structure, budget))
@@ -180,7 +178,7 @@ class _Traced:
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
-    zero, (compute_dtype, reduce_dtype) = zero_of(step, mesh), _dtypes(step)
+    zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -210,10 +208,9 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 trains=trains,
                 opt_state=opt_state,
                 batch=micro,
-                extras=extra_leaves(),
+                extras=extra_leaves(step),
                 mesh=mesh,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
+                precision=precision_of(step),
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
@@ -226,12 +223,6 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
     """The program with what is computed with beside the masters that rest off the device."""
     return verify(compute.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
-
-
-def _dtypes(step: Step | EvalStep) -> tuple[Callable[[Leaf], torch.dtype], Callable[[Leaf], torch.dtype]]:
-    """Those that a parameter is computed in, and its gradient reduced in."""
-    precision = find(step.transforms, MixedPrecision)
-    return (precision.compute_dtype, precision.reduce_dtype) if precision else (lambda leaf: leaf.dtype, lambda leaf: leaf.dtype)
 
 
 def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:

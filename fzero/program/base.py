@@ -16,15 +16,38 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.errors import FzeroTypeError, TraceError, message
-from fzero.layout import COMPUTE, Leaf
+from fzero.layout import COMPUTE, LOSS_SCALE, Leaf
 from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
+from fzero.optim.loss_scale import LossScale, LossScaleState
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What dtypes a step computes in, and how it scales its loss. By default everything in its own dtype.
+
+    Attributes:
+        compute: that a parameter or a leaf of the batch is computed in.
+        reduce: that the gradient of a parameter is reduced in.
+        outputs: that what the caller gets of his own function is cast to; None: as it comes.
+        casts: whether blocks cast their arguments to the dtype of their parameters.
+        loss_scale: None: the loss is not scaled.
+    """
+
+    compute: DType = lambda leaf: leaf.dtype
+    reduce: DType = lambda leaf: leaf.dtype
+    outputs: torch.dtype | None = None
+    casts: bool = False
+    loss_scale: LossScale | None = None
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
 
 
 class Weighted(NamedTuple):
@@ -56,8 +79,7 @@ class Training:
     batch: Inputs
     extras: dict[str, Leaf]
     mesh: AbstractMesh
-    compute_dtype: DType
-    reduce_dtype: DType
+    precision: Precision
     num_parts: int  # ranks x micro-batches that the global batch is cut in
 
     @property
@@ -68,11 +90,13 @@ class Training:
 def lower_train(t: Training) -> Lowered:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
-    lines, cast = _casts(t.params, t.compute_dtype, names)
+    lines, cast = _casts(t.params, t.precision.compute, names)
     places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in t.params.distinct]
-    more, batch = _casts(t.batch, t.compute_dtype, names)
+    more, batch = _casts(t.batch, t.precision.compute, names)
     lines += more
     places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
+    if t.precision.loss_scale is not None:
+        places.append((f"{LOSS_SCALE}.scale", (), torch.float32))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
@@ -113,23 +137,25 @@ class Found:
 def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
     """Records sums and gradients: the loss's total, its count, the auxiliary sums, then a gradient for each leaf that has one."""
     made: list[Found] = []
-    num_params, num_batch = len(t.params.distinct), len(t.batch.distinct)
 
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
-        leaves = {i: x.detach().requires_grad_(i in t.trained) for i, x in zip(t.params.distinct, fakes, strict=False)}
-        batch = dict(zip(t.batch.distinct, fakes[num_params : num_params + num_batch], strict=True))
+        it = iter(fakes)
+        leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
+        batch = {i: next(it) for i in t.batch.distinct}
+        seed = next(it) if t.precision.loss_scale is not None else None
         kwargs = {}
         if t.wants_key:
-            key, step, part = fakes[-3:]
+            key, step, part = it
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         loss, aux = split_loss(t.loss_fn(t.params.rebuild(leaves), t.batch.rebuild(batch), **kwargs), t.has_aux)
         aux_leaves, means = flatten_means(aux)
-        grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], allow_unused=True)
+        seed = seed if seed is None else seed.to(loss.total.dtype)
+        grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
         made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], loss.count is not None, means))
         scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
         return [*(summable(s) for s in scalars), *(g for g in grads if g is not None)]
 
-    return run_traced("train_step", loss_and_grads, places, compat.trace_device(t.mesh.device_type), t.loss_fn), made[0]
+    return run_traced("train_step", loss_and_grads, places, compat.trace_device(t.mesh.device_type), t.loss_fn, t.precision.casts), made[0]
 
 
 def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
@@ -139,20 +165,20 @@ def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str,
     for i, (source, node) in sources.items():
         leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
         grads[i] = Value(source, leaf.shape, dtype)
-        if dtype != t.reduce_dtype(leaf) or node.op == "placeholder" or any(grads[k].name == source for k in grads if k != i):
-            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.reduce_dtype(leaf))
+        if dtype != t.precision.reduce(leaf) or node.op == "placeholder" or any(grads[k].name == source for k in grads if k != i):
+            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
             casts.setdefault(source, []).append(Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision"))
     made_here = {v.name for line in lines for v in line.out}
     lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
     return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
 
 
-def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, compute_dtype: DType) -> Lowered:
+def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision) -> Lowered:
     """The base program of a forward-only step."""
     functions, names = Functions(), Names()
-    lines, cast = _casts(params, compute_dtype, names)
+    lines, cast = _casts(params, precision.compute, names)
     places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in params.distinct]
-    more, cast = _casts(batch, compute_dtype, names)
+    more, cast = _casts(batch, precision.compute, names)
     lines += more
     places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
     made: dict[str, Any] = {}
@@ -162,9 +188,9 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         with torch.no_grad():
             result = fn(params.rebuild(p), *batch.rebuild(b))
         leaves, made["means"] = flatten_means(result)
-        return [summable(x) if made["means"].summed[j] else x.detach() for j, x in enumerate(leaves)]
+        return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
-    graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn)
+    graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
@@ -183,9 +209,9 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         mode = compat.FakeTensorMode()
         with mode:
             pair = [torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)]
-            graph = record(lambda a, b: [a / b], pair, owner="eval_step", names=["total", "count"])
+            graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
         results.append(names("mean"))
-        value = Value(results[-1], (), torch.promote_types(dtypes[total], dtypes[count]))
+        value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
         lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), {"of_sums": True}))
     inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
     program = Program(
@@ -336,53 +362,67 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
     return owners
 
 
-def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], found: Found, names: Names) -> tuple[Line, tree.TreeSpec]:
+def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], traced: Found, names: Names) -> tuple[Line, tree.TreeSpec]:
     """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
 
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
-    params, opt_state, trained = t.params, t.opt_state, t.trained
+    params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
+    scale_leaves = [leaf for leaf in t.extras.values() if leaf.role == "loss_scale"]
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64)]
-    places += [(x.path, x.shape, x.dtype) for x in (*(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct))]
+    state = [*scale_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
+    places += [(x.path, x.shape, x.dtype) for x in state]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *sums)]
     info: dict[str, Any] = {}
 
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         step = next(it)
+        scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
         total, *rest = it
-        count = rest.pop(0) if found.weighted else None
+        count = rest.pop(0) if traced.weighted else None
         # the gradients are those of the summed loss: make them those of the mean
         if count is not None:
             loss, scale = total / count, 1.0 / count
         else:
             loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
+        if scale_state is not None:  # and those of the unscaled loss
+            scale = (1.0 if scale is None else scale) / scale_state.scale
         mean: dict[int, torch.Tensor] = {}
         for i in trained:
-            x = g[i].to(p[i].dtype) if i in g else torch.zeros_like(p[i])
+            dtype = p[i].dtype if scaling is None else torch.promote_types(p[i].dtype, torch.float32)
+            x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
             mean[i] = x if scale is None or i not in g else x * scale
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
         view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p))
         new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
-        means, values = found.aux, iter(rest)
+        means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
-        metrics = {"loss": loss, "grad_norm": norm, "finite": torch.isfinite(loss) & torch.isfinite(norm)}
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        metrics = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
         if aux:
-            metrics["aux"] = tree.unflatten(means.structure, aux)
+            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
+        written = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        if scaling is not None and scale_state is not None:
+            overflow = torch.logical_not(torch.isfinite(norm))
+            old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            written[1:1], at_minimum = scaling.update(scale_state, overflow)
+            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
-        return [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct), *flat]
+        return [*written, *flat]
 
     fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
     with mode:
         recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
-    targets = ["step", *(params.leaves[i].path for i in trained), *(opt_state.leaves[i].path for i in opt_state.distinct)]
+    targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
     metric_values = [
         Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)

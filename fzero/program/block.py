@@ -82,6 +82,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = _tracer.get()
         if tracer is None or compat.functorch_active():
+            args, kwargs = _entering(params, args, kwargs)
             return fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
 
@@ -89,20 +90,24 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Blocks:
-    """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph."""
+    """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
 
-    def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode):
+    With `casts` a block's floating-point arguments are cast to the dtype of its parameters where it begins, if these have one dtype.
+    """
+
+    def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, casts: bool = False):
         self.joints: dict[Hashable, Joint] = {}
-        self._recorder, self._mode, self._calls = recorder, mode, 0
+        self._recorder, self._mode, self._casts, self._calls = recorder, mode, casts, 0
         self._names = Names()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        token = _tracer.set(self)
+        token, casting = _tracer.set(self), _casting.set(self._casts)
         try:
             yield
         finally:
             _tracer.reset(token)
+            _casting.reset(casting)
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat, spec = tree.flatten((params, args, kwargs))
@@ -176,6 +181,7 @@ def _trace(
     def run(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         it = iter(xs)
         params, args, kwargs = tree.unflatten(spec, [next(it) if c is None else c for c in constants])
+        args, kwargs = _entering(params, args, kwargs)
         result = fn(params, *args, **kwargs)
         flat, made["structure"] = tree.flatten(result)
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
@@ -215,6 +221,15 @@ def _trace(
         return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
     finally:
         _tracer.reset(token)
+
+
+def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments as a block computes with them."""
+    dtypes = {x.dtype for x in tree.leaves(params) if isinstance(x, torch.Tensor) and x.is_floating_point()} if _casting.get() else ()
+    if len(dtypes) != 1:
+        return args, kwargs
+    (dtype,) = dtypes
+    return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
 def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -268,3 +283,4 @@ def _constants(values: Any) -> Hashable:
 
 
 _tracer: ContextVar[Blocks | None] = ContextVar("fzero_blocks", default=None)
+_casting: ContextVar[bool] = ContextVar("fzero_casting", default=False)

@@ -57,7 +57,7 @@ def show(program: Program, *, fold: bool = True) -> str:
     """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every line that runs."""
     header = [f"# {line}".rstrip() for line in _header(program)]
     body = _flat(program.lines, program, 1)
-    return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), _returns(program)]) + "\n"
+    return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), *_wrapped(_returns(program), "")]) + "\n"
 
 
 def statements(program: Program) -> list[str]:

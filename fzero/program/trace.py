@@ -61,16 +61,21 @@ class Functions:
 
 
 def run_traced(
-    owner: str, fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[tuple[str, torch.Size | tuple[int, ...], torch.dtype]], device: str, source: Any
+    owner: str,
+    fn: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[tuple[str, torch.Size | tuple[int, ...], torch.dtype]],
+    device: str,
+    source: Any,
+    casts: bool = False,
 ) -> Recorded:
-    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes."""
+    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments (program/block.py)."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
         recorder.input(fake, f"in_{i}").meta["name"] = name
     versions = [f._version for f in fakes]
-    blocks = Blocks(recorder, mode)
+    blocks = Blocks(recorder, mode, casts)
     with mode, torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder, blocks.active():
         outputs = fn(*fakes)
     changed = [name for f, v, (name, _, _) in zip(fakes, versions, inputs, strict=True) if f._version != v]

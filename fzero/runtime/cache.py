@@ -179,6 +179,7 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
         torch.get_num_threads(),
         os.environ.get("CXX", ""),
         compat.native_bf16(device),
+        compat.native_fp16(device),
         compat.inductor_settings_text(),
         signature(graph),
         [hashlib.sha256(c).hexdigest() for c in constants],

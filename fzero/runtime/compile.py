@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import COMPUTE, Layout, Leaf, home_of, leaf_of, place, shard, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, home_of, leaf_of, place, shard, ties
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -28,11 +28,13 @@ from fzero.leaves import (
     offloads,
     opt_state_inputs,
     params_inputs,
+    precision_of,
     recorded,
     zero_of,
 )
 from fzero.lower import Lowered, lower_inputs, resolve
 from fzero.mesh import Mesh, return_freed_memory
+from fzero.optim.loss_scale import LossScaleState
 from fzero.program.device import on_device
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import Program
@@ -40,11 +42,14 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
+from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan, parse_bytes
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
+from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, paths_of
+from fzero.transforms.precision import MixedPrecision
 
 
 class _Compiled:
@@ -120,6 +125,9 @@ class CompiledStep(_Compiled):
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
+        precision = find(step.transforms, MixedPrecision)
+        scaling = precision.loss_scale if precision else None
+        self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
         self._params: Inputs | None = None
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # `_of` and a program, and what `_may_guess` found of them
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
@@ -164,7 +172,8 @@ class CompiledStep(_Compiled):
             return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
-        state = self._state(inputs, opt_inputs, made, opt, torch.zeros((), dtype=torch.int64), fzrandom.fold_in(key, INIT_STREAM), places, "init")
+        rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
+        state = self._state(inputs, opt_inputs, made, opt, rest, places, "init")
         if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
         return state
@@ -219,15 +228,22 @@ class CompiledStep(_Compiled):
             self._resolve(whole)
             inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        meta = _abstract_state(inputs, opt_inputs)
-        names = dict(zip(tree.names(meta), _leaves(inputs, opt_inputs), strict=True))
-        checkpoint.check(checkpoint.describe(path), {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        extras = extra_leaves(self.step)
+        names = dict(zip(tree.names(_abstract_state(inputs, opt_inputs, extras)), _leaves(inputs, opt_inputs, extras), strict=True))
+        index = checkpoint.describe(path)
+        held = {name for name in index.leaves if name.startswith("extras.loss_scale.")}
+        if not held:  # of a step without a loss scale: it begins anew
+            names = {n: leaf for n, leaf in names.items() if leaf.role != "loss_scale"}
+        elif "loss_scale" not in {leaf.role for leaf in names.values()}:  # of a step with one, that is not wanted any more
+            index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
+        checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
-        return self._state(inputs, opt_inputs, made, opt, by_path["step"], by_path["key"], places, "restore")
+        rest = {p: by_path[p] for p in extras if p in by_path}
+        return self._state(inputs, opt_inputs, made, opt, rest, places, "restore")
 
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
@@ -244,16 +260,26 @@ class CompiledStep(_Compiled):
             batch: this rank's part of the global batch, the same shapes on every rank.
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
-            rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
+            mesh, as 0-dim tensors that have not been waited for; with a loss scale also `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with
+            leaves or activations off the device also says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
+            (docs/transforms/offload.md).
+
+        Raises:
+            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
+            LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
         params = self._inputs(state)
         flat, structure = tree.flatten(batch)
+        if not self._runs:
+            trained = self.step.trains(abstract_params(params))
+            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         lowered, run = self._run_for(params, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        if self._at_minimum is not None:
+            self._at_minimum(metrics["loss_scale_at_minimum"])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def _may_guess(self, state: State) -> bool:
@@ -291,7 +317,7 @@ class CompiledStep(_Compiled):
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._copies(state, expected)
+            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._extras(state, expected)
             if wrong:
                 away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
                 fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
@@ -304,12 +330,13 @@ class CompiledStep(_Compiled):
         assert self._params is not None
         return self._params
 
-    def _copies(self, state: State, params: Inputs) -> list[str]:
-        """How the copies to compute with differ from those that this step expects."""
+    def _extras(self, state: State, params: Inputs) -> list[str]:
+        """How the copies to compute with, and the loss scale, differ from those that this step expects."""
         copies = compute_leaves(self.step, self.mesh, params)
-        found = placed_inputs(state.extras.get("compute"), self.mesh, COMPUTE).leaves
+        found = [x for name, path in (("compute", COMPUTE), ("loss_scale", LOSS_SCALE)) for x in placed_inputs(state.extras.get(name), self.mesh, path).leaves]
         here = {x.path: x for x in found}
-        pairs = [(here.get(leaf.path), leaf) for leaf in copies.values()]
+        expected = [*copies.values(), *(leaf for leaf in extra_leaves(self.step).values() if leaf.role == "loss_scale")]
+        pairs = [(here.get(leaf.path), leaf) for leaf in expected]
         return [
             f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout
         ]
@@ -320,24 +347,26 @@ class CompiledStep(_Compiled):
         opt_state: Inputs,
         made: dict[int, torch.Tensor],
         opt: dict[int, torch.Tensor],
-        step: torch.Tensor,
-        key: torch.Tensor,
+        rest: dict[str, torch.Tensor],
         places: dict[str, torch.Tensor],
         owner: str,
     ) -> State:
-        leaves = extra_leaves()
+        """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; a loss scale that is not among them begins."""
         for inputs, values in ((params, made), (opt_state, opt)):
             for i, x in values.items():
                 place(x, inputs.leaves[i], self.mesh)
-        step = place(step.to(self.mesh.device), leaves["step"], self.mesh)
-        key = place(key.to(self.mesh.device), leaves["key"], self.mesh)
+        scaling = precision_of(self.step).loss_scale
+        begins = {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
+        few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step).items()}
         copies = compute_leaves(self.step, self.mesh, params)
 
         def cast() -> dict[int, torch.Tensor]:
             return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
 
-        extras = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
-        state = State(step, params.rebuild(made), opt_state.rebuild(opt), key, extras)
+        extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
+        if scaling is not None:
+            extras["loss_scale"] = LossScaleState(*(few[p] for p in begins))
+        state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras)
         self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
         return state
 
@@ -431,6 +460,8 @@ def compile(
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
+    if (precision := find(step.transforms, MixedPrecision)) is not None:
+        precision.check_device(mesh.device)
     nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
     if isinstance(step, EvalStep):
         return CompiledEval(step, mesh, backend, (nbytes, host, disk))
@@ -462,15 +493,16 @@ def _differences(found: Inputs, expected: Inputs) -> list[str]:
     return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
 
 
-def _abstract_state(params: Inputs, opt_state: Inputs) -> State:
+def _abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {})
+    scale = [scalar for leaf in few.values() if leaf.role == "loss_scale"]
+    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {"loss_scale": LossScaleState(*scale)} if scale else {})
 
 
-def _leaves(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+def _leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
-    extra = extra_leaves()
-    return [extra["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, extra["key"]]
+    scale = [leaf for leaf in few.values() if leaf.role == "loss_scale"]
+    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *scale]
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:

@@ -1,21 +1,28 @@
 """mixed_precision: compute in one dtype, keep the masters and reduce in another. Acts on the functions, before the trace.
 
 The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the dtype of
-the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes.
+the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With float16 the loss is
+scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
+from fzero.optim.loss_scale import LossScale, fixed_scale
+from fzero.program.device import computes_in
 from fzero.transforms.base import Transform, applied
+from fzero.transforms.shard import Where
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AT_MINIMUM = ("warn", "raise")
 
 
 @dataclass(frozen=True)
@@ -23,45 +30,142 @@ class MixedPrecision(Transform):
     compute: str = "bf16"
     params: str = "fp32"
     reduce: str = "fp32"
+    outputs: str | None = "fp32"
+    loss_scale: LossScale | None = None
+    loss_scale_at_minimum: str = "warn"
+    where: Where | None = None
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
 
+    def selects(self, leaf: Leaf) -> bool:
+        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts."""
+        if not leaf.dtype.is_floating_point:
+            return False
+        return self.where is None or leaf.role != "params" or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
-        return DTYPES[self.compute] if leaf.dtype.is_floating_point else leaf.dtype
+        return DTYPES[self.compute] if self.selects(leaf) else leaf.dtype
 
     def reduce_dtype(self, leaf: Leaf) -> torch.dtype:
-        return DTYPES[self.reduce] if leaf.dtype.is_floating_point else leaf.dtype
+        return DTYPES[self.reduce] if self.selects(leaf) else leaf.dtype
 
-    def resting_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter given as `dtype` rests."""
-        return DTYPES[self.params] if dtype.is_floating_point else dtype
+    def resting_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype in which a parameter rests that is given as `leaf`."""
+        return DTYPES[self.params] if self.selects(leaf) else leaf.dtype
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        return None if self.outputs is None else DTYPES[self.outputs]
+
+    def check_ties(self, leaves: Sequence[Leaf], ties: Sequence[int]) -> None:
+        """Raises if a tensor that is several leaves of a tree is to be computed in two precisions."""
+        pairs = [(leaves[t], leaf) for leaf, t in zip(leaves, ties, strict=True) if self.where is not None and self.selects(leaves[t]) != self.selects(leaf)]
+        if pairs:
+            problems = [f"{a.path} and {b.path} are one tensor, and `where` accepts {(a if self.selects(a) else b).path} alone" for a, b in pairs]
+            raise TransformError(message(self.name, "two precisions for one leaf", problems, "accept all the paths of a tied leaf, or none"))
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises naming the dtypes that a device does not compute in."""
+        used = {"compute": self.compute, "params": self.params, "reduce": self.reduce}
+        wrong = [f"{what}={dtype!r}" for what, dtype in used.items() if not computes_in(device, DTYPES[dtype])]
+        if wrong:
+            supported = ", ".join(repr(name) for name, dtype in DTYPES.items() if computes_in(device, dtype))
+            kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            raise FzeroValueError(message(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}"))
+
+    def __str__(self) -> str:
+        shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
+        if self.outputs != "fp32":
+            shown.append(f"outputs={self.outputs!r}")
+        if self.loss_scale is not None:
+            plain = "'dynamic'" if self.loss_scale == LossScale() else f"{self.loss_scale.initial:g}"
+            shown.append(f"loss_scale={plain if self.loss_scale.fixed or self.loss_scale == LossScale() else self.loss_scale}")
+        if self.loss_scale_at_minimum != "warn":
+            shown.append(f"loss_scale_at_minimum={self.loss_scale_at_minimum!r}")
+        if self.where is not None:
+            shown.append(f"where={getattr(self.where, '__name__', repr(self.where))}")
+        return f"mixed_precision({', '.join(shown)})"
 
 
-def mixed_precision(step: Any = None, compute: str = "bf16", *, params: str = "fp32", reduce: str = "fp32") -> Any:
+def mixed_precision(
+    step: Any = None,
+    compute: str = "bf16",
+    *,
+    params: str = "fp32",
+    reduce: str = "fp32",
+    outputs: str | None = "fp32",
+    loss_scale: str | float | LossScale | None = None,
+    loss_scale_at_minimum: str = "warn",
+    where: Where | None = None,
+) -> Any:
     """Computes in `compute`, with masters, moments and updates in `params`, and gradients reduced and accumulated in `reduce`.
 
     The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast back.
     Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts itself
     (`logits.float()` before a cross entropy). Integer leaves are never cast.
 
+    With `where`, a leaf that it refuses is as without this transform: it rests, is computed with and is reduced in its own dtype. A block computes in
+    the dtype of its parameters: if they have one, floating-point arguments in another are cast to it at the block's entrance. So a norm
+    or a head whose leaves are refused runs in full precision, and the block after it does not.
+
+    With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If one of them, after
+    all reductions, is not finite, on whichever rank or in whichever micro-batch it arose, the step is skipped on every rank: parameters, optimizer state
+    (with the count that schedules go by) and step count keep their bits, and the next step draws with the same key. The scale moves as
+    `LossScale` says; it rests in `state.extras["loss_scale"]`, and checkpoints have it.
+
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
-        compute: "bf16" or "fp32".
-        params: dtype in which parameters, and hence optimizer state, rest.
+        compute: "bf16", "fp16" or "fp32".
+        params: dtype in which parameters rest. Optimizer state is float32.
         reduce: dtype in which gradients cross the wire and are accumulated.
+        outputs: dtype of the floating-point values that the caller gets of his own function: the loss and `aux` in the metrics, what an evaluation returns.
+            None: as the function returns them; means in float32.
+        loss_scale: "dynamic", which is the default where "fp16" is computed or reduced in; a `LossScale`; or a number, a scale that never moves.
+        loss_scale_at_minimum: what an overflow does when the scale cannot be lowered any more: "warn", once, and go on with the metric
+            `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs behind the host, in the next.
+        where: predicate `(path, leaf)` of the parameters it is about, by default all. `leaf` is a meta tensor.
 
-    Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`.
+    Metrics: with a loss scale `loss_scale`, that of this step; `skipped`, whether it was; `loss_scale_at_minimum`. `finite` says so of loss and gradients,
+        as without it.
+    Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow is found in the norm that is
+        a metric anyway: nothing more is sent.
     Memory: the masters are part of the optimizer's memory: with `shard_opt_state` and `shard_grads` they rest sharded and the whole
-        copy in `compute` (2 bytes a parameter) exists during the step only.
+        copy in `compute` (2 bytes a parameter) exists during the step only. A loss scale: 28 bytes.
 
     Raises:
-        FzeroValueError: an unknown dtype.
+        FzeroValueError: an unknown dtype; a loss scale that is not above 0, or one where nothing is in fp16: bf16 has the range of fp32; from
+            `compile`, a dtype that the device does not compute in, with those it does.
+        TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where` accepts one path and not another.
+        LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
     if isinstance(step, str):
         step, compute = None, step
-    unknown = [f"{what}={value!r}" for what, value in (("compute", compute), ("params", params), ("reduce", reduce)) if value not in DTYPES]
+    dtypes = {"compute": compute, "params": params, "reduce": reduce, **({} if outputs is None else {"outputs": outputs})}
+    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in DTYPES]
     if unknown:
         raise FzeroValueError(message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}"))
-    return applied(MixedPrecision(compute, params, reduce), step)
+    if where is not None and not callable(where):
+        problem = f"where={where!r}: a predicate is a function of (path, leaf)"
+        raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
+    scaled = "fp16" in (compute, reduce)
+    problems = [] if loss_scale_at_minimum in AT_MINIMUM else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
+    problems += _not_a_scale(loss_scale)
+    if not scaled and not problems:
+        given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", loss_scale_at_minimum, "warn")]
+        problems += [f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one" for what, x, default in given if x != default]
+    if problems:
+        fix = "'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"
+        raise FzeroValueError(message("mixed_precision", "this loss scale cannot work", problems, fix))
+    found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
+    found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
+    return applied(MixedPrecision(compute, params, reduce, outputs, found, loss_scale_at_minimum, where), step)
+
+
+def _not_a_scale(value: Any) -> list[str]:
+    if value is None or value == "dynamic" or isinstance(value, LossScale):
+        return []
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return [f"loss_scale={value!r}: neither 'dynamic', nor a number, nor a LossScale"]
+    return [] if 0 < value < math.inf else [f"loss_scale={value!r}: a scale is above 0 and finite"]

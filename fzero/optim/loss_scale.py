@@ -1,0 +1,133 @@
+"""The loss scale of float16 training: one number, and how it moves.
+
+float16 has no numbers below 6e-8, so gradients of a scaled loss are computed and their scale is divided out in float32. A scale that is too large shows
+as a gradient that is not finite: that step is left out and the scale goes down. Pure functions of a small state, as optimizers are; what
+a step does with them is said in fzero/transforms/precision.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from fzero.optim.leaves import reject
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers. Leaves of a step's state, the same on every rank."""
+
+    scale: torch.Tensor  # float32[]: of the next step's loss
+    growth_tracker: torch.Tensor  # int64[]: steps since the last overflow or growth
+    hysteresis: torch.Tensor  # int64[]: overflows that are left until the scale is lowered, at least 1
+    skipped: torch.Tensor  # int64[]: steps left out so far
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A dynamic loss scale: lowered when gradients overflow, raised after `growth_interval` steps in which none did.
+
+    Growth is that of `torch.amp.GradScaler`, whose defaults these are: the scale grows in the `growth_interval`-th step in a row without an overflow, unless
+    it would become infinite. `hysteresis`, `consecutive_hysteresis` and `minimum` are DeepSpeed's; its defaults are
+    `LossScale(growth_interval=1000, hysteresis=2)`, and DeepSpeed 0.19 counts one step more before the first growth after an overflow.
+
+    Args:
+        initial: the scale of the first step.
+        growth_interval: steps in a row without an overflow after which the scale grows, at least 1.
+        growth_factor: what the scale is multiplied by then, at least 1.
+        backoff_factor: what it is multiplied by at an overflow, above 0 and at most 1.
+        hysteresis: the scale is lowered at this overflow, and at every one after it, until it grows again: 1 lowers at each. Each of them leaves a step out.
+        consecutive_hysteresis: one step without an overflow is enough to be that patient again.
+        minimum: the scale is never lowered below.
+
+    Raises:
+        FzeroValueError: listing every argument out of its range.
+
+    Example:
+        >>> scale = LossScale(initial=8.0, growth_interval=2)
+        >>> state, found = scale.init(), []
+        >>> for overflow in (True, False, False):
+        ...     state, _ = scale.update(state, torch.tensor(overflow))
+        ...     found.append(state.scale.item())
+        >>> found
+        [4.0, 4.0, 8.0]
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        problems = [f"{name}={given[name]!r}: must be a number above 0" for name in ("initial", "minimum") if not _positive(given[name])]
+        counts = [name for name in ("growth_interval", "hysteresis") if not _count(given[name])]
+        problems += [f"{name}={given[name]!r}: must be a whole number of at least 1" for name in counts]
+        if not _positive(self.growth_factor) or self.growth_factor < 1:
+            problems.append(f"growth_factor={self.growth_factor!r}: must be at least 1")
+        if not _positive(self.backoff_factor) or self.backoff_factor > 1:
+            problems.append(f"backoff_factor={self.backoff_factor!r}: must be above 0 and at most 1")
+        if not isinstance(self.consecutive_hysteresis, bool):
+            problems.append(f"consecutive_hysteresis={self.consecutive_hysteresis!r}: must be True or False")
+        if not problems and self.initial < self.minimum:
+            problems.append(f"initial={self.initial!r}: must be at least minimum={self.minimum!r}")
+        reject("LossScale", problems)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the scale never moves."""
+        return self.growth_factor == self.backoff_factor == 1
+
+    def init(self) -> LossScaleState:
+        """The state before the first step, in host memory."""
+        return LossScaleState(
+            torch.tensor(float(self.initial), dtype=torch.float32),
+            torch.zeros((), dtype=torch.int64),
+            torch.full((), self.hysteresis, dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64),
+        )
+
+    def update(self, state: LossScaleState, overflow: torch.Tensor) -> tuple[LossScaleState, torch.Tensor]:
+        """The state after a step, and whether the scale should have been lowered but is at its minimum.
+
+        Args:
+            state: before the step.
+            overflow: bool[], whether a gradient of it is not finite.
+        """
+        count = state.growth_tracker + 1
+        grows = torch.logical_and(torch.logical_not(overflow), count >= self.growth_interval)
+        lowers = torch.logical_and(overflow, state.hysteresis <= 1)
+        grown = state.scale * self.growth_factor
+        grown = torch.where(torch.isfinite(grown), grown, state.scale)
+        lowered = torch.minimum((state.scale * self.backoff_factor).clamp(min=self.minimum), state.scale)
+        refills = torch.logical_not(overflow) if self.consecutive_hysteresis else grows
+        left = torch.where(overflow, (state.hysteresis - 1).clamp(min=1), state.hysteresis)
+        new = LossScaleState(
+            torch.where(lowers, lowered, torch.where(grows, grown, state.scale)),
+            torch.where(torch.logical_or(overflow, grows), torch.zeros_like(count), count),
+            torch.where(refills, torch.full_like(left, self.hysteresis), left),
+            state.skipped + overflow.to(torch.int64),
+        )
+        return new, torch.logical_and(lowers, state.scale <= self.minimum)
+
+    def __repr__(self) -> str:
+        """Only what is not as by default."""
+        return f"LossScale({', '.join(f'{f.name}={x!r}' for f in fields(self) if (x := getattr(self, f.name)) != f.default)})"
+
+
+def fixed_scale(scale: float) -> LossScale:
+    """A loss scale that never moves: an overflow leaves a step out and nothing else."""
+    return LossScale(scale, growth_factor=1.0, backoff_factor=1.0, minimum=scale)
+
+
+def _positive(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+
+
+def _count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
