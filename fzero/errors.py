@@ -49,6 +49,14 @@ class TierError(FzeroError, RuntimeError):
     """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint is not."""
 
 
+class EquivalenceError(FzeroError, AssertionError):
+    """A transformed step that does not do what the plain step does. `report` says by how much, and where it begins."""
+
+    def __init__(self, text: str, report: object = None):
+        super().__init__(text)
+        self.report = report
+
+
 class CheckpointError(FzeroValueError):
     """A checkpoint that is missing, damaged, incomplete or of another model."""
 

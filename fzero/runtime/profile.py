@@ -50,7 +50,7 @@ def _events(program: Program, times: Sequence[tuple[float, float]]) -> list[Even
     """An event a line, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
-    for (line, number, turn), (begin, end) in zip(_run_order(program.lines), times, strict=True):
+    for (line, number, turn), (begin, end) in zip(run_order(program.lines), times, strict=True):
         queue = channel(line)
         name = f"{line.op} {line.args[0]}" if line.op == "wait" else line.out[0].name if queue else line.fn or line.op
         if queue is not None:
@@ -62,11 +62,11 @@ def _events(program: Program, times: Sequence[tuple[float, float]]) -> list[Even
     return events
 
 
-def _run_order(lines: Sequence[Line], number: int = 0, turn: int = 0) -> Iterator[tuple[Line, int, int]]:
+def run_order(lines: Sequence[Line], number: int = 0, turn: int = 0) -> Iterator[tuple[Line, int, int]]:
     """The lines that run, in order, each with its number and the turn of the loop around it."""
     for line in lines:
         for inner in range(line.attrs["count"] if line.op == "loop" else 0):
-            yield from _run_order(line.body, number + 1, inner)
+            yield from run_order(line.body, number + 1, inner)
         if line.op != "loop":
             yield line, number, turn
         number += 1 + _size(line)
