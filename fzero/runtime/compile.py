@@ -247,14 +247,17 @@ class CompiledStep(_Compiled):
             mesh, as 0-dim tensors that have not been waited for. A step with leaves or activations off the device also says what binds it on this
             rank, in plain numbers: `speed_of_light`, `links`, `bound_by` (docs/transforms/offload.md).
         """
-        params = self._inputs(state)
+        lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
-        lowered, run = self._run_for(params, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch)
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         return state, metrics if limits is None else {**metrics, **limits.metrics}
+
+    def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
+        """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
+        return self._run_for(self._inputs(state), batch, tree.leaves(batch))
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
