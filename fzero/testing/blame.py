@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
+from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroError
 from fzero.layout import COMPUTE
 from fzero.lower import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.base import Weighted
 from fzero.program.ir import Program
 from fzero.runtime.compile import CompiledStep, compile
 from fzero.runtime.resting import load
-from fzero.step import State
+from fzero.step import State, wants_key
 from fzero.testing.check import Setting, compare, everyones, leaves_of, trajectory
-from fzero.testing.lines import Reference, first_line, part_values
+from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.record import recording
 from fzero.testing.report import Blame, FirstLine, Report
 from fzero.transforms.accumulate import Accumulate
@@ -33,37 +35,39 @@ from fzero.transforms.shard import Parallel
 
 def blame(setting: Setting, report: Report) -> Blame:
     """Where the difference of a report begins; all ranks call it together."""
-    s = setting
+    step = min((d.step for d in report.differences if not d.ok), default=setting.steps)
+    s = replace(setting, steps=step)  # what differs after it follows from that
     if s.backend != "eager" and _same(replace(s, backend="eager")):
-        line, step = _first_line(s, report, None)
-        return Blame(None, (), line, step, f"the program is right, and differs only as backend {s.backend!r} builds it")
+        line, step = first_differing(s, None)
+        return Blame(None, (), line, step, f"the program is right: it differs only as backend {s.backend!r} builds it")
+    culprit, needed = _first_transform(s)
+    found = Blame(culprit and str(culprit), tuple(map(str, needed)), None, step)
+    if step == 0:
+        return replace(found, note="the first state differs: look at `init`, before any line runs")
+    if isinstance(culprit, (Accumulate, Parallel)) and not _is_mean(s):
+        return replace(found, note=_NOT_A_MEAN)
+    line, step = first_differing(s, culprit)
+    return replace(found, line=line, step=step, note="" if line is not None else _NO_LINE)
+
+
+_NOT_A_MEAN = "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+_NO_LINE = "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
+
+
+def _first_transform(s: Setting) -> tuple[Transform | None, tuple[Transform, ...]]:
+    """The first transform with which the step differs, None if it does without any, and those that it needs to do so."""
     transforms = s.step.transforms
-    culprit, before = None, transforms
-    for number in range(len(transforms) + 1):
-        if not _same(_with(s, transforms[:number])):
-            culprit, before = (transforms[number - 1], transforms[: number - 1]) if number else (None, ())
-            break
-    needed = before if culprit is not None else ()
+    if not _same(_with(s, ())):
+        return None, ()
+    number = next((n for n in range(1, len(transforms)) if not _same(_with(s, transforms[:n]))), len(transforms))
+    if not transforms:
+        return None, ()
+    culprit, needed = transforms[number - 1], transforms[: number - 1]
     for other in needed:
         fewer = tuple(t for t in needed if t != other)
         if not _same(_with(s, tuple(t for t in transforms if t in fewer or t == culprit))):
             needed = fewer
-    step = report_step(report)
-    if step == 0:
-        return Blame(culprit and str(culprit), tuple(map(str, needed)), None, 0, "the first state differs: look at `init`, before any line runs")
-    line, step = _first_line(s, report, culprit)
-    note = "" if line is not None else "no line differs from the plain step's parts: " + (_NOT_A_MEAN if isinstance(culprit, _CUTS) else _WHOLE)
-    return Blame(culprit and str(culprit), tuple(map(str, needed)), line, step, note)
-
-
-_CUTS = (Accumulate, Parallel)
-_NOT_A_MEAN = "the loss of the batch may not be the mean of its parts' losses; return fz.weighted(total, count)"
-_WHOLE = "look at what the step does between lines"
-
-
-def report_step(report: Report) -> int:
-    """The first step after which a leaf differs, as far as a report knows."""
-    return min((d.step for d in report.differences if not d.ok), default=1)
+    return culprit, needed
 
 
 def _with(setting: Setting, transforms: tuple[Transform, ...]) -> Setting:
@@ -87,9 +91,31 @@ def _alone(mesh: Mesh) -> Mesh:
     return Mesh({"data": 1}, 0, mesh.device)
 
 
-def _first_line(setting: Setting, report: Report, culprit: Transform | None) -> tuple[FirstLine | None, int]:
-    """The first line that differs, in the first step in which a leaf does, and that step."""
-    s = setting
+def _is_mean(s: Setting) -> bool:
+    """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is weighted."""
+    num, batches = _batches(s)
+    state, losses = s.plain.first, []
+    for i, batch in enumerate(batches):
+        kwargs = {"key": fzrandom.with_part(fzrandom.fold_in(state.key, state.step), i)} if wants_key(s.step.loss_fn) else {}
+        with torch.no_grad():
+            result = s.step.loss_fn(state.params, batch, **kwargs)
+        losses.append(result[0] if s.step.has_aux else result)
+    if isinstance(losses[0], Weighted):
+        mean = sum(x.total for x in losses) / sum(x.count for x in losses)
+    else:
+        mean = sum(losses) / num
+    return distance(torch.as_tensor(mean), s.plain.leaves[1]["metrics['loss']"]) <= s.plain.tolerances[1]["metrics['loss']"]
+
+
+def _batches(s: Setting) -> tuple[int, list[Any]]:
+    """How many parts, ranks x micro-batches, the global batch is cut in, and they."""
+    record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
+    num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
+    return num, [tree.map(lambda x, i=i: x.chunk(num)[i] if x.dim() else x, s.whole_batch) for i in range(num)]
+
+
+def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | None, int]:
+    """The first line that differs, in the first step in which one does, and that step."""
     train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
     state = train.init(s.params, s.key)
     for step in range(1, s.steps + 1):
@@ -104,7 +130,7 @@ def _first_line(setting: Setting, report: Report, culprit: Transform | None) -> 
         everyone = [line for one in everyones([found] if found else [], s.mesh) for line in one]
         if everyone:
             return min(everyone, key=lambda line: (line.number, line.turn, line.rank)), step
-    return None, report_step(report)
+    return None, s.steps
 
 
 def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Program, Sequence[str]]:
@@ -128,18 +154,17 @@ def _reference(
 ) -> tuple[Reference, tuple[str, ...]]:
     """What the coming step means, from the state that the transformed step has come to."""
     axes = zero_of(s.step, s.mesh).batch_axes
-    record = find(s.step.transforms, Accumulate)
-    num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     precise = isinstance(culprit, MixedPrecision)  # then its own casts are what is in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, MixedPrecision))
-    alone, part = _alone(s.mesh), tree.map(lambda x: x[: x.shape[0] // num] if x.dim() else x, s.whole_batch)
-    base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, part)
+    alone, (_, batches) = _alone(s.mesh), _batches(s)
+    base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
     whole = tree.map(lambda x: x.to(s.mesh.device), whole)
     state = leaves_of(whole, {})
     wholes = {v.name: state[v.name] for v in base.inputs if v.name in state}
-    named = dict(zip(tree.paths(s.whole_batch, "batch"), tree.leaves(s.whole_batch), strict=True))
-    batches = [{name: x.chunk(num)[i] if x.dim() else x for name, x in named.items()} for i in range(num)]
-    parts = [{**part_values(base, alone, {**wholes, **batch}, i), **batch} for i, batch in enumerate(batches)]
+    parts = []
+    for i, batch in enumerate(batches):
+        named = dict(zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True))
+        parts.append({**part_values(base, alone, {**wholes, **named}, i), **named})
     plain = trajectory(replace(s.step, transforms=()), whole, s.whole_batch, 1, s.size)
     after = {f"after {p}": x for p, x in plain.leaves[1].items() if not p.startswith("metrics")}
     tolerance = {f"after {p}": t for p, t in plain.tolerances[1].items() if not p.startswith("metrics")}

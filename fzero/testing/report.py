@@ -16,7 +16,7 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a leaf of the transformed step lies from that of the plain one, at the step where that is most of what it may."""
+    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is more than it may, or else the most."""
 
     path: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class FirstLine:
     """The first line of a program whose value is not what it should be.
 
     Attributes:
-        number: among the lines that run, as in `fz.Lowered.plan` and `fzero show --json`.
+        number: among the lines that run, as in a plan and in `fzero show --json`.
         text: as it is printed, flat.
         value: the name of what differs.
         turn: the micro-batch of the loop around it.
@@ -86,6 +86,7 @@ class Report:
         roundoff: what the tolerances come from, in words.
         differences: of each leaf of parameters, optimizer state and metrics, the worst first.
         blame: where a difference begins; None if there is none.
+        exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about a thousand times tighter.
     """
 
     name: str
@@ -96,17 +97,22 @@ class Report:
     roundoff: str
     differences: tuple[Difference, ...]
     blame: Blame | None = None
+    exact: Report | None = None
 
     @property
     def equivalent(self) -> bool:
-        return all(d.ok for d in self.differences)
+        return all(d.ok for d in self.differences) and (self.exact is None or self.exact.equivalent)
+
+    @property
+    def num_different(self) -> int:
+        return sum(not d.ok for d in self.differences)
 
     def __str__(self) -> str:
-        return plain(self.tables()) + "\n".join(self.remarks())
+        return plain(self.tables()) + "".join(f"{line}\n" for line in self.remarks())
 
     def tables(self) -> list[Table]:
         """The leaves nearest to their tolerances or beyond."""
-        wrong = sum(not d.ok for d in self.differences)
+        wrong = self.num_different
         verdict = f"{wrong} of {len(self.differences)} leaves differ" if wrong else f"equivalent in all {len(self.differences)} leaves"
         title = f"{self.name} on mesh {self.mesh}, {self.steps} steps, {self.backend}: {verdict}"
         rows = [(d.path, _number(d.difference), _number(d.tolerance), str(d.step), "" if d.ok else "differs") for d in self.differences[:NUM_ROWS]]
@@ -116,13 +122,22 @@ class Report:
         out = [Table(title, ("leaf", "difference", "tolerance", "step", ""), rows)]
         if self.blame is not None:
             out.append(Table("where it begins", ("", ""), _blamed(self.blame)))
+        if self.exact is not None and not self.exact.equivalent:
+            first, *rest = self.exact.tables()
+            out += [first._replace(title=f"without mixed_precision: {first.title}"), *rest]
         return out
 
     def remarks(self) -> Sequence[str]:
-        return (f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}", "")
+        """What is said below the tables, a line each."""
+        lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
+        if self.exact is not None and self.exact.equivalent:
+            lines.append(
+                f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of {self.exact.roundoff.split()[0]}"
+            )
+        return lines
 
     def to_json(self) -> str:
-        data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}
+        data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}  # of `exact` too, without its verdict: that is in its leaves
         return json.dumps(_finite(data), indent=1)
 
 

@@ -12,11 +12,17 @@ other operation one), in the dtype that sums are kept in, which is float32 or wi
 gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, if it is a lower one.
 
 What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured. The plain step is run twice more, in the compute
-dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root mean
-square of its leaf: up in one run, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways,
-and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. A leaf may lie as far off, in the Euclidean norm, as
+dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root
+mean square of its leaf: up in one run, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
+both ways, and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
 
-    2 * (the most that its elements moved in these runs)  +  lambda * (roundoff * how far it has come since the start, or a metric's size  +  sqrt(steps) u_store * its norm)
+    moved    the most that its elements moved in these runs
+    come     how far it has come since the start; of a metric its size
+    stored   sqrt(steps) u_store times its norm
+
+a leaf may lie off, in the Euclidean norm, by
+
+    2 moved + lambda (roundoff come + stored)
 
 so a small learning rate makes a small tolerance, and the norm of a leaf hides nothing.
 """
@@ -42,7 +48,7 @@ LAMBDA = 4.0
 WAYS = (1, -1)
 """In which gradients are moved: a run of the plain step each."""
 
-_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
 
 
@@ -124,8 +130,10 @@ def _roundings(node: torch.fx.Node) -> int:
         return 0
     inputs = [x for a in node.all_input_nodes if isinstance(x := a.meta.get("val"), torch.Tensor)]
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0].strip("_")
-    if any(m in name for m in _MATMULS):
-        return max((x.shape[-1] for x in inputs if x.dim() > 1), default=1)
+    if "attention" in name and len(inputs) > 1:
+        return inputs[0].shape[-1] + inputs[1].shape[-2]
+    if name in _PRODUCTS:
+        return inputs[-2:][0].shape[-1]  # of the first factor; one of a value with itself has one input
     if any(m in name for m in _NORMALISED):
         return max((x.shape[-1] for x in inputs if x.dim()), default=1)
     return max((x.numel() // max(value.numel(), 1) for x in inputs), default=1) or 1
