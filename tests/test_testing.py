@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -15,6 +17,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
+from fzero.cli import main
 from fzero.comm import shared
 from fzero.comm.host import Apart
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
@@ -227,7 +230,7 @@ class Fault:
         step = fz.compose(*self.transforms)(fz.train_step(self.loss, OPTIMIZER()))
         with pytest.MonkeyPatch.context() as patch:
             self.plant(patch)
-            return check_equivalent(step, init, batch(mesh), mesh, raises=False)
+            return check_equivalent(step, init, batch(mesh), mesh, steps=2, raises=False)
 
     def check(self, report: fz.testing.Report) -> None:
         text = f"{self.plant.__name__}\n{report}"
@@ -409,3 +412,60 @@ def test_tolerances_follow_from_dtypes_and_lengths():
 
     assert tolerance(1e-1) > 5 * tolerance(1e-3) > 5 * 2 * 2**-24  # a small step is held to more
     assert tolerance(1e-1, fz.mixed_precision("bf16")) > 100 * tolerance(1e-1)
+
+
+# --- on the command line ---
+
+TARGET = """
+import torch
+import fzero as fz
+from fzero import optim
+
+def loss(p, x):
+    return torch.tanh(x["ids"].float() @ p["w"] + x["bias"]).square().mean()
+
+def target(loss=loss):
+    step = fz.compose(fz.shard_grads(), fz.accumulate(2))(fz.train_step(loss, optim.adamw(1e-2)))
+    return step, {"w": torch.empty(6, 5, device="meta")}, {"ids": torch.empty(8, 6, dtype=torch.int64, device="meta"), "bias": torch.ones(8, 1)}
+
+def summed():
+    return target(lambda p, x: loss(p, x) * x["ids"].shape[0])
+
+def evaluation():
+    step, params, batch = target()
+    return fz.eval_step(loss), params, (batch,)
+"""
+
+
+def command(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command on this rank."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["check", *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "checked.py").write_text(TARGET)
+    return f"{tmp_path}/checked.py"
+
+
+def test_the_command_on_every_rank(run_ranks, target):
+    (code, out, err), other = run_ranks(2, command, f"{target}:target", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["equivalent"] and found["mesh"] == "data=2" and found["steps"] == 3
+    assert err == f"2 leaves of {target}:target have no values: drawn at random\n"
+    assert other == (0, "", "")  # rank 0 speaks for all
+
+
+def test_the_command_on_one(target, monkeypatch):
+    code, out, _ = command(f"{target}:target", "--steps", "1")
+    assert code == 0 and "loss on mesh data=1, 1 steps, eager: equivalent in all" in out
+    code, out, _ = command(f"{target}:summed")
+    assert code == 1 and "accumulate(num_micro_batches=2)" in out and "fz.weighted" in out
+    for flags, says in {("--steps", "0"): "--steps 0", ("--mesh", "data=2"): "1 processes", ("--mesh", "data"): "whole number"}.items():
+        code, out, err = command(f"{target}:target", *flags)
+        assert (code, out) == (2, "") and says in err, err
+    code, _, err = command(f"{target}:evaluation")
+    assert code == 2 and "training step" in err

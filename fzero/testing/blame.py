@@ -44,13 +44,17 @@ def blame(setting: Setting, report: Report) -> Blame:
     found = Blame(culprit and str(culprit), tuple(map(str, needed)), None, step)
     if step == 0:
         return replace(found, note="the first state differs: look at `init`, before any line runs")
-    if isinstance(culprit, (Accumulate, Parallel)) and not _is_mean(s):
-        return replace(found, note=_NOT_A_MEAN)
+    if isinstance(culprit, (Accumulate, Parallel)):
+        if not _is_mean(s):
+            return replace(found, note=_NOT_A_MEAN)
+        if all(d.ok or d.path.startswith("metrics['aux']") for d in report.differences):
+            return replace(found, note=_AUX)
     line, step = first_differing(s, culprit)
     return replace(found, line=line, step=step, note="" if line is not None else _NO_LINE)
 
 
 _NOT_A_MEAN = "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+_AUX = "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean over dim 0"
 _NO_LINE = "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
 
 
@@ -158,9 +162,10 @@ def _reference(
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, MixedPrecision))
     alone, (_, batches) = _alone(s.mesh), _batches(s)
     base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
-    whole = tree.map(lambda x: x.to(s.mesh.device), whole)
+    first = s.plain.first  # in whose dtypes the plain step goes on
+    whole = first._replace(**{f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f)) for f in ("step", "params", "opt_state", "key")})
     state = leaves_of(whole, {})
-    wholes = {v.name: state[v.name] for v in base.inputs if v.name in state}
+    wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     parts = []
     for i, batch in enumerate(batches):
         named = dict(zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True))

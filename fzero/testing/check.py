@@ -189,11 +189,8 @@ def compare(setting: Setting) -> Report:
             state, metrics = train(state, s.batch)
         found = leaves_of(train.gather(state), metrics)
         for path, want in s.plain.leaves[t].items():
-            got = found.get(path)
-            if got is None or got.shape != want.shape:
-                continue
-            size = norm(want) or 1.0
-            off, tolerance = distance(got.cpu(), want.cpu()), s.plain.tolerances[t][path]
+            got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
+            off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
             difference = Difference(path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size)
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
