@@ -18,7 +18,7 @@ both ways, and a gradient that is nothing but rounding, as that of the bias of a
 
     moved    the most that its elements moved in these runs
     come     how far it has come since the start; of a metric its size
-    stored   sqrt(steps) u_store times its norm
+    stored   sqrt(steps) u_store times its norm; one rounding more where the plain step rests in a finer dtype
 
 a leaf may lie off, in the Euclidean norm, by
 
@@ -72,10 +72,12 @@ class Roundoff:
     reduce: torch.dtype
     compute: torch.dtype
     store: torch.dtype
+    given: torch.dtype  # in which the plain step rests and computes
 
     @property
     def value(self) -> float:
-        rounded = unit(self.compute) if unit(self.compute) > unit(self.store) else 0.0
+        rounded = max(unit(self.compute), unit(self.store))
+        rounded = rounded if rounded > unit(self.given) else 0.0
         return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
 
     def __str__(self) -> str:
@@ -102,7 +104,7 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
         reduced = max((precision.reduce_dtype(x) for x in values), key=unit, default=coarsest)
         store = max((x.dtype for x in values), key=unit, default=coarsest)
     sums = torch.float64 if unit(compute) < unit(torch.float32) else torch.float32
-    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store)
+    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest)
 
 
 def longest_chain(program: Program) -> int:
