@@ -3,7 +3,7 @@
 Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
 """
 
-from fzero import checkpoint, data, errors, optim, random, tree
+from fzero import checkpoint, data, errors, optim, random, testing, tree
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
 from fzero.optim.loss_scale import LossScale
@@ -56,6 +56,7 @@ __all__ = [
     "shard_opt_state",
     "shard_params",
     "show",
+    "testing",
     "train_step",
     "tree",
     "weighted",

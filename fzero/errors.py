@@ -53,6 +53,14 @@ class LossScaleError(FzeroError, RuntimeError):
     """Gradients that overflow though the loss scale is as low as it may be."""
 
 
+class EquivalenceError(FzeroError, AssertionError):
+    """A transformed step that does not do what the plain step does. `report` says by how much, and where it begins."""
+
+    def __init__(self, text: str, report: object = None):
+        super().__init__(text)
+        self.report = report
+
+
 class CheckpointError(FzeroValueError):
     """A checkpoint that is missing, damaged, incomplete or of another model."""
 

@@ -166,6 +166,17 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
 
 
+def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Program:
+    """The base program of a step (see program/base.py): what every other is made from.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: one rank's batch.
+    """
+    return _traced(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch)).base
+
+
 @dataclass(frozen=True)
 class _Traced:
     """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""

@@ -290,7 +290,7 @@ def test_wrong_flags(run, flags):
 def test_no_command_and_a_wrong_one(run):
     assert run()[0] == 2
     code, _, err = run("pla")
-    assert code == 2 and "plan, show, calibrate" in err
+    assert code == 2 and "plan, show, check, calibrate" in err
 
 
 # --- whose error ---

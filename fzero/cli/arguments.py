@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Union
 
 import tyro
 
-from fzero.cli.commands import Calibrate, Plan, Show
+from fzero.cli.commands import Calibrate, Check, Plan, Show
 
 _ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says more; `fzero --version` prints the version.
 
@@ -25,6 +25,12 @@ exit code: 0; 1 if it does not fit the budget; 2 for flags or a target that cann
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8
   fzero show examples/train_gpt.py:plan_target --mesh data=8 --flat | less""",
+    "check": """
+examples:
+  fzero check examples/train_gpt.py:plan_target
+  torchrun --nproc-per-node 2 -m fzero check package.module:function --steps 5     (on two processes)
+
+exit code: 0; 1 if they differ; 2 for flags or a target that cannot be meant""",
     "calibrate": """
 examples:
   fzero calibrate
@@ -34,12 +40,13 @@ examples:
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
-def parse(args: Sequence[str]) -> Plan | Show | Calibrate:
+def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
     """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
 
     def told(name: str, kind: type) -> object:
         first = (kind.__doc__ or "").splitlines()[0]  # in the list of commands a line each, the whole in a command's own help
         return tyro.conf.subcommand(name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first)
 
-    commands = Annotated[Plan, told("plan", Plan)] | Annotated[Show, told("show", Show)] | Annotated[Calibrate, told("calibrate", Calibrate)]
+    kinds = {"plan": Plan, "show": Show, "check": Check, "calibrate": Calibrate}
+    commands = Union[tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())]  # noqa: UP007  # made of a list
     return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]

@@ -18,17 +18,19 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from fzero.cli import report
-from fzero.cli.target import UsageError, load, users_code
+from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, message
 from fzero.lower import Lowered, lower
-from fzero.mesh import AbstractMesh
+from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.program.show import show
 from fzero.runtime.calibrate import calibrate
 from fzero.runtime.measure import SCRATCH
 from fzero.schedule.calibration import calibration_path
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits, parse_bytes
+from fzero.step import Step
+from fzero.testing import check_equivalent
 
 _TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
 _MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required)")
@@ -150,6 +152,46 @@ class Calibrate:
             report.print_device(device)
         print(f"written to {path}", file=sys.stderr)
         return 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether a step with its transforms does what it does without them: a few steps of both, leaf by leaf. If not, where that begins."""
+
+    target: Annotated[Positional[str], _TARGET]
+    """returns (step, params, batch)"""
+    mesh: Annotated[tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")] = ()
+    """axes and their sizes, outermost first; their product is the number of processes"""
+    steps: int = 3
+    """to take"""
+    backend: Literal["inductor", "eager"] = "eager"
+    """inductor also checks what is compiled"""
+    json: Annotated[bool, _FLAG] = False
+    """print JSON"""
+
+    def run(self) -> int:
+        with _usage():
+            axes: dict[str, Any] = _axes(self.mesh) if self.mesh else {}
+            mesh = make_mesh(**axes)
+            if self.steps < 1:
+                raise UsageError(message("check", f"--steps {self.steps} compares nothing", fix="e.g. --steps 3"))
+        try:
+            step, params, batch = load(self.target)
+            if not isinstance(step, Step):
+                raise UsageError(message("check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"))
+            params, batch, num_drawn = with_values(params, batch, mesh.rank)
+            with users_code(self.target):
+                found = check_equivalent(step, params, batch, mesh, steps=self.steps, backend=self.backend, raises=False)
+        finally:
+            close_mesh()
+        if mesh.rank == 0:
+            if num_drawn:
+                print(f"{num_drawn} leaves of {self.target} have no values: drawn at random", file=sys.stderr)
+            if self.json:
+                print(found.to_json())
+            else:
+                report.print_report(found)
+        return 0 if found.equivalent else 1
 
 
 def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple[Device, Path]:

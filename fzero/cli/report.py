@@ -16,6 +16,7 @@ from fzero.program.show import statements
 from fzero.schedule.devices import Device
 from fzero.schedule.plan import Plan
 from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tables
+from fzero.testing import Report
 
 
 def print_plan(lowered: Lowered, plan: Plan) -> None:
@@ -50,6 +51,11 @@ def print_device(device: Device) -> None:
     rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
     machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
     _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
+
+
+def print_report(found: Report) -> None:
+    """How a transformed step compares with the plain one."""
+    _print(found.tables(), "\n".join(found.remarks()))
 
 
 def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from fzero import compat
+from fzero import compat, tree
+from fzero import random as fzrandom
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.step import EvalStep, Step
 
@@ -72,6 +73,30 @@ def users_code(target: str) -> Iterator[None]:
         raise UserError(text) from None
     finally:
         sys.argv = before
+
+
+def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
+    """What a target returns, with values drawn for its meta tensors, and how many those were.
+
+    Args:
+        params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide; the same on every rank.
+        batch: floating-point leaves are drawn normal, integers from 0 and 1, which are valid indices of any table; of every rank others.
+        rank: this one.
+    """
+    num_drawn = 0
+
+    def drawn(values: Any, key: torch.Tensor, width: float) -> Any:
+        nonlocal num_drawn
+        flat, structure = tree.flatten(values)
+        for i, x in enumerate(flat):
+            if isinstance(x, torch.Tensor) and x.is_meta:
+                own, shape = fzrandom.fold_in(key, i), tuple(x.shape)
+                flat[i] = (fzrandom.normal(own, shape) * width if x.is_floating_point() else fzrandom.bernoulli(own, shape)).to(x.dtype)
+                num_drawn += 1
+        return tree.unflatten(structure, flat)
+
+    params = params if callable(params) else drawn(params, fzrandom.key(1), 0.02)
+    return params, drawn(batch, fzrandom.fold_in(fzrandom.key(2), rank), 1.0), num_drawn
 
 
 # --- finding ---

@@ -268,12 +268,8 @@ class CompiledStep(_Compiled):
             FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
-        params = self._inputs(state)
+        lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
-        if not self._runs:
-            trained = self.step.trains(abstract_params(params))
-            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
-        lowered, run = self._run_for(params, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad(), agree.transferring(self.mesh):
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
@@ -281,6 +277,14 @@ class CompiledStep(_Compiled):
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
+
+    def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
+        """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
+        params = self._inputs(state)
+        if not self._runs:
+            trained = self.step.trains(abstract_params(params))
+            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        return self._run_for(params, batch, tree.leaves(batch))
 
     def _may_guess(self, state: State) -> bool:
         """Whether all that the program would write on a guess has a second place on disk; seen to when a program first runs with a state."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,20 +20,25 @@ from fzero.program.ir import Line, Program
 from fzero.schedule.cost import channel
 from fzero.schedule.timeline import COMPUTE, Event
 
+Place = tuple[Line, int, int]
+"""A line, its number as `Program.walk` counts, and the turn of the loop around it."""
+
 
 @contextmanager
 def timing(run: Callable[..., Any], program: Program, device: torch.device) -> Iterator[list[Event]]:
     """Times each line of the one run of an executable in the body. The list that it gives is filled when the body is left."""
     clock = _Clock(device)
-    marks: list[tuple[str, Any, Any, bool]] = []  # of each line that ran: what it calls, before and after it, whether that is true
+    marks: list[tuple[Place, Any, Any]] = []  # each line that ran, before and after it
+    following = Following(program)
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
 
     def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = clock.mark()
+            place, start = following.called(name), clock.mark()
             result = fn(*args, **kwargs)
-            marks.append((name, start, clock.mark(), result is True))
+            marks.append((place, start, clock.mark()))
+            following.returned(place, result)
             return result
 
         return call
@@ -44,23 +49,14 @@ def timing(run: Callable[..., Any], program: Program, device: torch.device) -> I
         yield events
     finally:
         namespace.update(before)
-    events += _events(program, [_Mark(name, clock.seconds(a), clock.seconds(b), true) for name, a, b, true in marks])
+    events += _events((place, clock.seconds(a), clock.seconds(b)) for place, a, b in marks)
 
 
-class _Mark(NamedTuple):
-    """What was called, when it began and ended, and whether it returned True."""
-
-    name: str
-    begin: float
-    end: float
-    true: bool
-
-
-def _events(program: Program, marks: Sequence[_Mark]) -> list[Event]:
+def _events(marks: Iterable[tuple[Place, float, float]]) -> list[Event]:
     """An event a line, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
-    for line, number, turn, (_, begin, end, _) in _ran(program.lines, iter(marks)):
+    for (line, number, turn), begin, end in marks:
         queue = channel(line)
         name = f"{line.op} {line.args[0]}" if line.op == "wait" else line.out[0].name if queue else line.fn or line.op
         if queue is not None:
@@ -72,25 +68,35 @@ def _events(program: Program, marks: Sequence[_Mark]) -> list[Event]:
     return events
 
 
-def _ran(lines: Sequence[Line], marks: Iterator[_Mark]) -> Iterator[tuple[Line, int, int, _Mark]]:
-    """The lines that ran, in order, each with its number, the turn of the loop around it, and its mark. A function that was to run on a guess has none if the
-    step did not guess; what a redo was to do again ran if it says so."""
-    following = next(marks, None)
+class Following:
+    """Which line of a program runs, as its functions and transfers are called one after the other. A function that was to run on a guess is not called if the
+    step does not guess; what a redo is to do again is, if it says so."""
 
-    def visit(lines: Sequence[Line], number: int, turn: int) -> Iterator[tuple[Line, int, int, _Mark]]:
-        nonlocal following
+    def __init__(self, program: Program):
+        self._again = False
+        self._coming = self._visit(program.lines, 0, 0)
+
+    def called(self, name: str) -> Place:
+        """The line that calls this now, its number and the turn of the loop around it."""
+        for place in self._coming:
+            if (place[0].fn or place[0].op) == name:
+                return place
+            assert place[0].op == "call" and is_guess(place[0]), f"{name} is called where the program has {place[0]}"
+        raise AssertionError(f"{name} is called after the last line")
+
+    def returned(self, place: Place, result: Any) -> None:
+        """What that call returned."""
+        self._again = place[0].op == "redo" and result is True
+
+    def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[Place]:
         for line in lines:
-            again = line.attrs["count"] if line.op == "loop" else 0
-            if line.op != "loop" and not (line.op == "call" and is_guess(line) and (following is None or following.name != line.fn)):
-                assert following is not None and following.name == (line.fn or line.op), "a mark for each line that ran"
-                again = int(line.op == "redo" and following.true)
-                yield line, number, turn, following
-                following = next(marks, None)
-            for inner in range(again):
-                yield from visit(line.body, number + 1, inner)
+            for inner in range(line.attrs["count"] if line.op == "loop" else 0):
+                yield from self._visit(line.body, number + 1, inner)
+            if line.op != "loop":
+                yield line, number, turn
+            if line.op == "redo" and self._again:
+                yield from self._visit(line.body, number + 1, turn)
             number += 1 + _size(line)
-
-    return visit(lines, 0, 0)
 
 
 def _size(line: Line) -> int:

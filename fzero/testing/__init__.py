@@ -1,0 +1,6 @@
+"""Whether a transformed step does what the plain one does: for a user's tests, and before a long run."""
+
+from fzero.testing.check import check_equivalent
+from fzero.testing.report import Blame, Difference, FirstLine, Report
+
+__all__ = ["Blame", "Difference", "FirstLine", "Report", "check_equivalent"]

@@ -1,0 +1,182 @@
+"""Where a difference begins: which transform brings it in, and which line of the program is the first whose value differs.
+
+Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then dropped from what is left, one by one.
+Without a parallel transform a step runs on each rank by itself, on the whole batch. Every rank asks the same questions and gets the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.errors import FzeroError
+from fzero.layout import COMPUTE
+from fzero.lower import base_program, zero_of
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.base import Weighted
+from fzero.program.ir import Program
+from fzero.runtime.compile import CompiledStep, compile
+from fzero.runtime.resting import load
+from fzero.step import State, wants_key
+from fzero.testing.check import Setting, compare, everyones, leaves_of, trajectory
+from fzero.testing.lines import Reference, distance, first_line, part_values
+from fzero.testing.record import recording
+from fzero.testing.report import Blame, FirstLine, Report
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import Transform, find
+from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.shard import Parallel
+
+
+def blame(setting: Setting, report: Report) -> Blame:
+    """Where the difference of a report begins; all ranks call it together."""
+    step = min((d.step for d in report.differences if not d.ok), default=setting.steps)
+    s = replace(setting, steps=step)  # what differs after it follows from that
+    if s.backend != "eager" and _same(replace(s, backend="eager")):
+        line, step = first_differing(s, None)
+        return Blame(None, (), line, step, f"the program is right: it differs only as backend {s.backend!r} builds it")
+    culprit, needed = _first_transform(s)
+    found = Blame(culprit and str(culprit), tuple(map(str, needed)), None, step)
+    if step == 0:
+        return replace(found, note="the first state differs: look at `init`, before any line runs")
+    if isinstance(culprit, (Accumulate, Parallel)):
+        if not _is_mean(s):
+            return replace(found, note=_NOT_A_MEAN)
+        if all(d.ok or d.path.startswith("metrics['aux']") for d in report.differences):
+            return replace(found, note=_AUX)
+    line, step = first_differing(s, culprit)
+    return replace(found, line=line, step=step, note="" if line is not None else _NO_LINE)
+
+
+_NOT_A_MEAN = "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+_AUX = "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean over dim 0"
+_NO_LINE = "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
+
+
+def _first_transform(s: Setting) -> tuple[Transform | None, tuple[Transform, ...]]:
+    """The first transform with which the step differs, None if it does without any, and those that it needs to do so."""
+    transforms = s.step.transforms
+    if not _same(_with(s, ())):
+        return None, ()
+    number = next((n for n in range(1, len(transforms)) if not _same(_with(s, transforms[:n]))), len(transforms))
+    if not transforms:
+        return None, ()
+    culprit, needed = transforms[number - 1], transforms[: number - 1]
+    for other in needed:
+        fewer = tuple(t for t in needed if t != other)
+        if not _same(_with(s, tuple(t for t in transforms if t in fewer or t == culprit))):
+            needed = fewer
+    return culprit, needed
+
+
+def _with(setting: Setting, transforms: tuple[Transform, ...]) -> Setting:
+    """The same comparison with fewer transforms: on each rank by itself, if none of them is parallel."""
+    s = replace(setting, step=replace(setting.step, transforms=transforms), backend="eager")
+    if any(isinstance(t, Parallel) for t in transforms) or s.mesh.size == 1:
+        return s
+    return replace(s, mesh=_alone(s.mesh), batch=s.whole_batch)
+
+
+def _same(setting: Setting) -> bool:
+    """Whether a step with fewer transforms is equivalent; one that cannot be built says nothing, and counts as such."""
+    try:
+        found = compare(setting).equivalent
+    except FzeroError:
+        found = True
+    return found
+
+
+def _alone(mesh: Mesh) -> Mesh:
+    return Mesh({"data": 1}, 0, mesh.device)
+
+
+def _is_mean(s: Setting) -> bool:
+    """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is weighted."""
+    num, batches = _batches(s)
+    state, losses = s.plain.first, []
+    for i, batch in enumerate(batches):
+        kwargs = {"key": fzrandom.with_part(fzrandom.fold_in(state.key, state.step), i)} if wants_key(s.step.loss_fn) else {}
+        with torch.no_grad():
+            result = s.step.loss_fn(state.params, batch, **kwargs)
+        losses.append(result[0] if s.step.has_aux else result)
+    if isinstance(losses[0], Weighted):
+        mean = sum(x.total for x in losses) / sum(x.count for x in losses)
+    else:
+        mean = sum(losses) / num
+    return distance(torch.as_tensor(mean), s.plain.leaves[1]["metrics['loss']"]) <= s.plain.tolerances[1]["metrics['loss']"]
+
+
+def _batches(s: Setting) -> tuple[int, list[Any]]:
+    """How many parts, ranks x micro-batches, the global batch is cut in, and they."""
+    record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
+    num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
+    return num, [tree.map(lambda x, i=i: x.chunk(num)[i] if x.dim() else x, s.whole_batch) for i in range(num)]
+
+
+def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | None, int]:
+    """The first line that differs, in the first step in which one does, and that step."""
+    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
+    state = train.init(s.params, s.key)
+    for step in range(1, s.steps + 1):
+        whole = train.gather(state)
+        leaves = _leaves(state, s)
+        run, program, names = _prepared(train, state, s)
+        with recording(run, program) as ran:
+            state, _ = train(state, s.batch)
+        reference, axes = _reference(s, whole, leaves, culprit, program, names)
+        loose = 0.0 if s.backend == "eager" else s.size.value * 4
+        found = first_line(ran, program, s.mesh, leaves, reference, axes, loose)
+        everyone = [line for one in everyones([found] if found else [], s.mesh) for line in one]
+        if everyone:
+            return min(everyone, key=lambda line: (line.number, line.turn, line.rank)), step
+    return None, s.steps
+
+
+def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Program, Sequence[str]]:
+    """The executable of the coming step, its program, and the paths of its metrics in the order of the program's outputs."""
+    lowered, run = train.built(state, s.batch)
+    metrics = tree.unflatten(lowered.structure, list(lowered.program.outputs))
+    return run, lowered.program, tree.paths(metrics, "metrics")
+
+
+def _leaves(state: State, s: Setting) -> dict[str, torch.Tensor]:
+    """Copies of what a program is given on this rank, by the names of its inputs."""
+    roots = (("params", state.params), ("opt_state", state.opt_state), (COMPUTE, state.extras.get("compute")), ("batch", s.batch))
+    found = {"step": state.step, "key": state.key}
+    for root, values in roots:
+        found |= dict(zip(tree.paths(values, root), tree.leaves(values), strict=True))
+    return {name: load(x, s.mesh.device).clone() for name, x in found.items()}
+
+
+def _reference(
+    s: Setting, whole: State, leaves: dict[str, torch.Tensor], culprit: Transform | None, program: Program, names: Sequence[str]
+) -> tuple[Reference, tuple[str, ...]]:
+    """What the coming step means, from the state that the transformed step has come to."""
+    axes = zero_of(s.step, s.mesh).batch_axes
+    precise = isinstance(culprit, MixedPrecision)  # then its own casts are what is in question
+    same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, MixedPrecision))
+    alone, (_, batches) = _alone(s.mesh), _batches(s)
+    base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
+    first = s.plain.first  # in whose dtypes the plain step goes on
+    whole = first._replace(**{f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f)) for f in ("step", "params", "opt_state", "key")})
+    state = leaves_of(whole, {})
+    wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
+    parts = []
+    for i, batch in enumerate(batches):
+        named = dict(zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True))
+        parts.append({**part_values(base, alone, {**wholes, **named}, i), **named})
+    plain = trajectory(replace(s.step, transforms=()), whole, s.whole_batch, 1, s.size)
+    after = {f"after {p}": x for p, x in plain.leaves[1].items() if not p.startswith("metrics")}
+    tolerance = {f"after {p}": t for p, t in plain.tolerances[1].items() if not p.startswith("metrics")}
+    for path, output in zip(names, program.outputs, strict=True):
+        if path in plain.leaves[1]:
+            after[f"after metrics {output}"] = plain.leaves[1][path]
+            tolerance[f"after metrics {output}"] = plain.tolerances[1][path]
+    given = {v.name for v in program.inputs} & leaves.keys()
+    before = {name: wholes.get(name, leaves[name]) for name in given}
+    return Reference(parts, before, after, tolerance, 32 * s.size.value if precise else 0.0), axes

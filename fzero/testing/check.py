@@ -1,0 +1,254 @@
+"""check_equivalent: the transformed step and the plain one side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, message
+from fzero.lower import base_program, zero_of
+from fzero.mesh import Mesh, make_mesh
+from fzero.runtime.compile import CompiledStep, compile
+from fzero.step import State, Step, check_batch, check_init, check_params
+from fzero.testing.lines import distance, norm
+from fzero.testing.report import Difference, Report
+from fzero.testing.tolerance import LAMBDA, WAYS, Roundoff, moved, roundoff, unit
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
+
+
+def check_equivalent(
+    step: Step,
+    params: Any,
+    batch: Any,
+    mesh: Mesh | None = None,
+    *,
+    steps: int = 3,
+    key: torch.Tensor | None = None,
+    backend: str = "eager",
+    raises: bool = True,
+    **options: Any,
+) -> Report:
+    """Takes a few steps with a transformed step and with the plain one, from one state on one global batch, and compares all leaves after each.
+
+    The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all ranks, one behind the other
+    along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which follows from dtypes and the lengths of reductions
+    (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
+    value differs. What `mixed_precision` rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
+
+    On a mesh of several ranks every rank calls it, and all get the same report.
+
+    Args:
+        step: a training step with its transforms.
+        params: a pytree of tensors with whole leaves, the same on every rank, or a function of a key that returns one. They are not written.
+        batch: this rank's part of the global batch, as for a compiled step. A 0-dim leaf is the same on every rank.
+        mesh: from `make_mesh`; by default the one of all processes that torchrun started.
+        steps: to take, at least 1.
+        key: int64[3], the same on every rank; by default `fz.random.key(0)`.
+        backend: "eager", or "inductor", which also checks what is compiled.
+        raises: whether leaves that differ are an error.
+        **options: further arguments of `fz.compile`: budgets, an example batch.
+
+    Communication: the batch and, after each step, the state are gathered on every rank.
+    Memory: five whole states and the plain step's activations of the whole batch on every rank: for models, or models cut small, that fit that.
+
+    Raises:
+        EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
+        FzeroError: the step cannot be built or run on this mesh, whatever `raises` is.
+
+    Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019; Parker, Monte Carlo arithmetic, 1997.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.adamw(1e-3))
+        >>> report = check_equivalent(fz.accumulate(2)(step), {"w": torch.ones(3)}, torch.randn(4, 3), fz.make_mesh(data=1))
+        >>> report.equivalent, report.differences[0].difference < 1e-5
+        (True, True)
+    """
+    if not isinstance(step, Step):
+        raise FzeroTypeError(message("check_equivalent", f"checks a training step, not {type(step).__name__}", fix="make one with fz.train_step"))
+    if not isinstance(steps, int) or steps < 1:
+        raise FzeroValueError(message("check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1"))
+    mesh = make_mesh() if mesh is None else mesh
+    if not isinstance(mesh, Mesh):
+        raise FzeroTypeError(message("check_equivalent", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix="make one with fz.make_mesh"))
+    setting = setting_of(step, params, batch, mesh, steps, key, backend, options)
+    report = compare(setting)
+    if not report.equivalent:
+        from fzero.testing.blame import blame
+
+        report = replace(report, blame=blame(setting, report))
+    elif others := _without_precision(step):
+        exact = check_equivalent(replace(step, transforms=others), setting.params, batch, mesh, steps=steps, key=key, backend=backend, raises=False, **options)
+        report = replace(report, exact=exact)
+    if raises and not report.equivalent:
+        fix = "look at the transform and the line that the report names; fz.testing.check_equivalent(..., raises=False) returns it"
+        problems = str(report).rstrip("\n").splitlines()
+        raise EquivalenceError(message("check_equivalent", f"the transformed step of {step.name} differs from the plain one", problems, fix), report)
+    return report
+
+
+def _without_precision(step: Step) -> tuple[Any, ...]:
+    """The other transforms of a step that computes in another dtype than it rests in; none if it does not."""
+    return tuple(t for t in step.transforms if not isinstance(t, MixedPrecision)) if find(step.transforms, MixedPrecision) else ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared on what: the arguments of `check_equivalent`, settled.
+
+    Attributes:
+        params: the tree, with whole leaves, on the mesh's device.
+        batch: this rank's part.
+        whole_batch: that of all ranks.
+        size: what the tolerances come from.
+        plain: the trajectory of the plain step, and how far each leaf may lie off it.
+    """
+
+    step: Step
+    params: Any
+    batch: Any
+    whole_batch: Any
+    mesh: Mesh
+    steps: int
+    key: torch.Tensor
+    backend: str
+    options: dict[str, Any]
+    size: Roundoff
+    plain: Trajectory
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The leaves of the plain step's states and metrics by path, those of the first state first, and how far each may lie off in the Euclidean norm."""
+
+    first: State
+    leaves: Sequence[dict[str, torch.Tensor]]
+    tolerances: Sequence[dict[str, float]]
+
+
+def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key: torch.Tensor | None, backend: str, options: dict[str, Any]) -> Setting:
+    """The arguments checked, and the plain step's side of the comparison."""
+    key = (fzrandom.key(0) if key is None else key).to(mesh.device)
+    check_batch(batch)
+    if callable(params):
+        check_init(params)
+        params = params(key)
+    check_params(params)
+    absent = [f"{p}: {tree.describe(x)}" for p, x in zip(tree.paths((params, batch), ""), tree.leaves((params, batch)), strict=True) if x.is_meta]
+    if absent:
+        raise FzeroValueError(message("check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"))
+    params = _on(params, mesh)
+    batch = _on(batch, mesh)
+    axes = zero_of(step, mesh).batch_axes
+    whole_batch = gathered(batch, mesh, axes)
+    record = find(step.transforms, Accumulate)
+    parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
+    size = roundoff(step, base_program(step, mesh, params, batch), params, parts)
+    plain = replace(step, transforms=())
+    first = _on(plain.init(params, key), mesh)
+    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, trajectory(plain, first, whole_batch, steps, size))
+
+
+def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
+    """What the plain step does, and how far its leaves may lie off: see [Note: tolerance]."""
+    exact = _states(plain, first, batch, steps)
+    others = [_states(moved(plain, size, way), first, batch, steps) for way in WAYS]
+    tolerances = []
+    for t, now in enumerate(exact):
+        most = {}
+        for path, x in now.items():
+            if not x.is_floating_point():
+                most[path] = 0.0
+                continue
+            metric = path.startswith("metrics")
+            come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))
+            num_stored = 0 if metric else t + (unit(size.store) > unit(x.dtype))
+            stored = math.sqrt(num_stored) * max(unit(x.dtype), unit(size.store)) * norm(x)
+            most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA * (size.value * come + stored)
+        tolerances.append(most)
+    return Trajectory(first, exact, tolerances)
+
+
+def compare(setting: Setting) -> Report:
+    """The transformed step beside the plain one, without a look at where a difference begins."""
+    s = setting
+    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
+    state = train.init(s.params, s.key)
+    worst: dict[str, tuple[float, Difference]] = {}
+    for t in range(s.steps + 1):
+        metrics: dict[str, Any] = {}
+        if t:
+            state, metrics = train(state, s.batch)
+        found = leaves_of(train.gather(state), metrics)
+        for path, want in s.plain.leaves[t].items():
+            got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
+            off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
+            difference = Difference(path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size)
+            ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
+            if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
+                worst[path] = ratio, difference
+    everyone = everyones(list(worst.items()), s.mesh)
+    merged: dict[str, tuple[float, Difference]] = {}
+    for path, entry in (item for one in everyone for item in one):
+        if path not in merged or entry[0] > merged[path][0]:
+            merged[path] = entry
+    ordered = tuple(d for _, d in sorted(merged.values(), key=lambda entry: -entry[0]))
+    return Report(s.step.name, str(s.mesh), tuple(map(str, s.step.transforms)), s.steps, s.backend, str(s.size), ordered)
+
+
+def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
+    """The leaves of a whole state and of the metrics, by path."""
+    out: dict[str, torch.Tensor] = {"step": state.step, "key": state.key}
+    for root, values in (("params", state.params), ("opt_state", state.opt_state), ("metrics", metrics)):
+        out |= {p: x.detach() for p, x in zip(tree.paths(values, root), tree.leaves(values), strict=True) if isinstance(x, torch.Tensor)}
+    return out
+
+
+def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """The global batch: the parts of the ranks along these axes, along dim 0."""
+    if mesh.axis_size(axes) == 1:
+        return batch
+    flat, structure = tree.flatten(batch)
+    here = [(mesh.index(axes), [x.cpu() for x in flat])]
+    parts = dict(part for one in everyones(here, mesh) for part in one)
+    in_order = [parts[i] for i in sorted(parts)]
+    whole = [torch.cat(xs).to(mesh.device) if xs[0].dim() else xs[0].to(mesh.device) for xs in zip(*in_order, strict=True)]
+    return tree.unflatten(structure, whole)
+
+
+def everyones(mine: list[Any], mesh: Mesh) -> list[list[Any]]:
+    """What each rank has to say, on every rank."""
+    if mesh.size == 1:
+        return [mine]
+    everyone: list[list[Any]] = [[]] * mesh.size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _states(step: Step, state: State, batch: Any, steps: int) -> list[dict[str, torch.Tensor]]:
+    out = [leaves_of(state, {})]
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        out.append(leaves_of(state, metrics))
+    return out
+
+
+def _farthest(runs: Sequence[torch.Tensor], x: torch.Tensor) -> float:
+    """How far some run moved each element, as one norm. An element that is not finite may be anything."""
+    off = torch.stack([(run.to(torch.float64) - x.to(torch.float64)).abs() for run in runs]).amax(0)
+    return norm(off.nan_to_num(nan=0.0, posinf=0.0))
+
+
+def _on(values: Any, mesh: Mesh) -> Any:
+    """Leaves on the mesh's device; ties stay ties."""
+    done: dict[int, torch.Tensor] = {}
+    return tree.map(lambda x: done.setdefault(id(x), x.detach().to(mesh.device)), values)

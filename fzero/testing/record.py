@@ -1,0 +1,88 @@
+"""What a program really read and made, line by line: copies taken around every function and transfer that its source names, while it runs.
+
+Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.program.guess import is_guess
+from fzero.program.ir import COPIES, TRANSFERS, Line, Program, copied
+from fzero.runtime.profile import Following
+
+
+@dataclass
+class Ran:
+    """A line that ran: its number in the text, its turn of the loop around it, what it read and what it made or wrote, by name."""
+
+    line: Line
+    number: int
+    turn: int
+    read: dict[str, torch.Tensor] = field(default_factory=dict)
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
+    """Records each line of the one run of an executable in the body, in the order in which they run; of what was done on a guess and again only the latter."""
+    namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
+    before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
+    ran: list[Ran] = []
+    following, again = Following(program), False
+
+    def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            place = following.called(name)
+            if place[0].op == "redo":
+                again = fn(*args, **kwargs)
+                following.returned(place, again)
+                return again
+            entry = Ran(*place)
+            ran.append(entry)
+            line, names, given = entry.line, _reads(entry.line), list(_tensors(args))
+            if line.op == "accumulate":
+                given = given[-1:]
+            by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
+            entry.read = {name: x.detach().clone() for name, x in by_name.items() if not x.is_meta and name not in _targets(line)}
+            result = fn(*args, **kwargs)
+            made = list(_tensors((result,))) if line.op not in TRANSFERS else []
+            if len(made) == len(line.out):
+                entry.made = {v.name: x.detach().clone() for v, x in zip(line.out, made, strict=True)}
+            if line.op not in TRANSFERS:
+                entry.made |= {w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta}
+            return result
+
+        return call
+
+    namespace.update({name: watched(name, fn) for name, fn in before.items()})
+    try:
+        yield ran
+    finally:
+        namespace.update(before)
+        if again:
+            started = {x.line.out[0].name for x in ran if is_guess(x.line) and x.line.op in TRANSFERS}
+            ran[:] = [x for x in ran if not is_guess(x.line) and not (x.line.op == "wait" and x.line.args[0] in started)]
+
+
+def _reads(line: Line) -> Sequence[str]:
+    return () if line.op == "wait" else copied(line) if line.op in COPIES else line.args
+
+
+def _targets(line: Line) -> Sequence[str]:
+    """What a line overwrites without a look at it."""
+    return line.writes if line.op == "assign" else ()
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for x in values:
+            yield from _tensors(x)

@@ -1,0 +1,164 @@
+"""What a comparison found, as a value that prints as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fzero.schedule.render import Table, brief, plain
+
+NUM_ROWS = 12
+"""Leaves that a table shows: those that differ first, then those that come closest to it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is more than it may, or else the most."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    step: int  # after how many steps; 0 is the first state
+    difference: float  # Euclidean norm, relative to the leaf's
+    tolerance: float  # likewise
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class FirstLine:
+    """The first line of a program whose value is not what it should be.
+
+    Attributes:
+        number: among the lines that run, as in a plan and in `fzero show --json`.
+        text: as it is printed, flat.
+        value: the name of what differs.
+        turn: the micro-batch of the loop around it.
+        rank: on which it was found.
+        difference: Euclidean norm, relative.
+        why: what is wrong with it, and so where to look.
+    """
+
+    number: int
+    text: str
+    value: str
+    turn: int
+    rank: int
+    difference: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"line {self.number}: {brief(self.text, 100)}"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Where a difference begins.
+
+    Attributes:
+        transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs without any.
+        with_: those without which this one would do no harm.
+        line: the first line that differs; None: no line does when they run one by one.
+        step: the training step in which it was found.
+    """
+
+    transform: str | None
+    with_: tuple[str, ...] = ()
+    line: FirstLine | None = None
+    step: int = 1
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A transformed step beside the plain one, leaf by leaf. `str` of it is a table.
+
+    Attributes:
+        name: of the loss function.
+        mesh: the transformed step's.
+        transforms: as they print.
+        steps: taken.
+        roundoff: what the tolerances come from, in words.
+        differences: of each leaf of parameters, optimizer state and metrics, the worst first.
+        blame: where a difference begins; None if there is none.
+        exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about a thousand times tighter.
+    """
+
+    name: str
+    mesh: str
+    transforms: tuple[str, ...]
+    steps: int
+    backend: str
+    roundoff: str
+    differences: tuple[Difference, ...]
+    blame: Blame | None = None
+    exact: Report | None = None
+
+    @property
+    def equivalent(self) -> bool:
+        return all(d.ok for d in self.differences) and (self.exact is None or self.exact.equivalent)
+
+    @property
+    def num_different(self) -> int:
+        return sum(not d.ok for d in self.differences)
+
+    def __str__(self) -> str:
+        return plain(self.tables()) + "".join(f"{line}\n" for line in self.remarks())
+
+    def tables(self) -> list[Table]:
+        """The leaves nearest to their tolerances or beyond."""
+        wrong = self.num_different
+        verdict = f"{wrong} of {len(self.differences)} leaves differ" if wrong else f"equivalent in all {len(self.differences)} leaves"
+        title = f"{self.name} on mesh {self.mesh}, {self.steps} steps, {self.backend}: {verdict}"
+        rows = [(d.path, _number(d.difference), _number(d.tolerance), str(d.step), "" if d.ok else "differs") for d in self.differences[:NUM_ROWS]]
+        left = len(self.differences) - NUM_ROWS
+        if left > 0:
+            rows.append((f"{left} more", "", "", "", f"{max(wrong - NUM_ROWS, 0)} differ" if wrong > NUM_ROWS else ""))
+        out = [Table(title, ("leaf", "difference", "tolerance", "step", ""), rows)]
+        if self.blame is not None:
+            out.append(Table("where it begins", ("", ""), _blamed(self.blame)))
+        if self.exact is not None and not self.exact.equivalent:
+            first, *rest = self.exact.tables()
+            out += [first._replace(title=f"without mixed_precision: {first.title}"), *rest]
+        return out
+
+    def remarks(self) -> Sequence[str]:
+        """What is said below the tables, a line each."""
+        lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
+        if self.exact is not None and self.exact.equivalent:
+            lines.append(
+                f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of {self.exact.roundoff.split()[0]}"
+            )
+        return lines
+
+    def to_json(self) -> str:
+        data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}  # of `exact` too, without its verdict: that is in its leaves
+        return json.dumps(_finite(data), indent=1)
+
+
+def _blamed(blame: Blame) -> list[tuple[str, str]]:
+    rows = [("transform", blame.transform or "none: the step differs without any")]
+    rows += [("together with", ", ".join(blame.with_))] if blame.with_ else []
+    if blame.line is not None:
+        line = blame.line
+        where = f"step {blame.step}, rank {line.rank}, micro-batch {line.turn}: off by {_number(line.difference)}"
+        rows += [(f"line {line.number}", brief(line.text, 96)), ("because it", brief(line.why, 96)), ("first seen in", where)]
+    return rows + ([("note", blame.note)] if blame.note else [])
+
+
+def _number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}" if math.isfinite(x) else "not finite"
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(data, dict):
+        return {k: _finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(v) for v in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,175 @@
+"""How far two ways of carrying out one step may lie apart: from dtypes and the lengths of reductions, through what the step itself makes of an error.
+
+[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the relative error of n of them in a row stays
+below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n exp(-lambda^2 / 2), where the worst case is n u (Higham and Mary, A new approach to
+probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2002,
+chapter 3, for the worst case and for what a dtype's u is). Here
+
+    roundoff = sqrt(n u_sum^2 + parts u_reduce^2 + u_compute^2)
+
+with n the longest chain of summations and operations that a value of the step goes through (a product of matrices counts its inner dim, a sum its length, any
+other operation one), in the dtype that sums are kept in, which is float32 or wider; parts = ranks x micro-batches, whose sums are rounded to the dtype that
+gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, if it is a lower one.
+
+What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured. The plain step is run twice more, in the compute
+dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root
+mean square of its leaf: up in one run, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
+both ways, and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
+
+    moved    the most that its elements moved in these runs
+    come     how far it has come since the start; of a metric its size
+    stored   sqrt(steps) u_store times its norm; one rounding more where the plain step rests in a finer dtype
+
+a leaf may lie off, in the Euclidean norm, by
+
+    2 moved + lambda (roundoff come + stored)
+
+so a small learning rate makes a small tolerance, and the norm of a leaf hides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero import compat, tree
+from fzero import random as fzrandom
+from fzero.optim import GradientTransformation
+from fzero.program.ir import Program
+from fzero.step import Step, wants_key
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
+
+LAMBDA = 4.0
+"""Of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
+WAYS = (1, -1)
+"""In which gradients are moved: a run of the plain step each."""
+
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
+
+
+def unit(dtype: torch.dtype) -> float:
+    """A dtype's unit roundoff: half the distance from 1 to the next number; 0 of one that is exact.
+
+    Example:
+        >>> unit(torch.bfloat16) == 2**-8, unit(torch.float32) == 2**-24, unit(torch.int64)
+        (True, True, 0.0)
+    """
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
+@dataclass(frozen=True)
+class Roundoff:
+    """Of a step: the relative error that one carrying out of it has, and what it comes from. See [Note: tolerance]."""
+
+    chain: int  # the longest chain of summations and operations
+    parts: int  # ranks x micro-batches
+    sum: torch.dtype
+    reduce: torch.dtype
+    compute: torch.dtype
+    store: torch.dtype
+    given: torch.dtype  # in which the plain step rests and computes
+
+    @property
+    def value(self) -> float:
+        rounded = max(unit(self.compute), unit(self.store))
+        rounded = rounded if rounded > unit(self.given) else 0.0
+        return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
+
+    def __str__(self) -> str:
+        names = {what: str(d).removeprefix("torch.") for what, d in (("sums", self.sum), ("reduced", self.reduce), ("computed", self.compute))}
+        return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(f"{what} in {n}" for what, n in names.items())
+
+
+def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
+    """That of a step.
+
+    Args:
+        step: with its transforms.
+        base: its base program.
+        params: the tree, with whole leaves.
+        parts: ranks x micro-batches.
+    """
+    floats = [x.dtype for x in tree.leaves(params) if x.is_floating_point()]
+    coarsest = max(floats, key=unit, default=torch.float32)
+    precision = find(step.transforms, MixedPrecision)
+    compute = reduced = store = coarsest
+    if precision is not None:
+        values = [leaf for leaf in base.leaves.values() if leaf.role == "params" and leaf.dtype.is_floating_point]
+        compute = max((precision.compute_dtype(x) for x in values), key=unit, default=coarsest)
+        reduced = max((precision.reduce_dtype(x) for x in values), key=unit, default=coarsest)
+        store = max((x.dtype for x in values), key=unit, default=coarsest)
+    sums = torch.float64 if unit(compute) < unit(torch.float32) else torch.float32
+    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest)
+
+
+def longest_chain(program: Program) -> int:
+    """The most roundings that a value of a program's loss and gradients goes through, one after the other."""
+    inside = {name: _chain(function.graph.graph) for name, function in program.functions.items()}
+    length: dict[str, int] = {}
+    for line, _ in program.walk():
+        here = max((length.get(a, 0) for a in line.args), default=0) + inside.get(line.fn, 0)
+        length.update((v.name, here) for v in line.out)
+    update = next((_chain(line.attrs["graph"].graph) for line in program.lines if line.op == "update"), 0)
+    return max(length.values(), default=0) + update
+
+
+def _chain(graph: torch.fx.Graph) -> int:
+    length: dict[Any, int] = {}
+    for node in graph.nodes:
+        length[node] = max((length[a] for a in node.all_input_nodes), default=0) + _roundings(node)
+    return max(length.values(), default=0)
+
+
+def _roundings(node: torch.fx.Node) -> int:
+    """Of one operation: the length of its reduction, 1 if it has none, and 0 if nothing is computed."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or compat.is_view(node.target) or not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        return 0
+    inputs = [x for a in node.all_input_nodes if isinstance(x := a.meta.get("val"), torch.Tensor)]
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0].strip("_")
+    if "attention" in name and len(inputs) > 1:
+        return inputs[0].shape[-1] + inputs[1].shape[-2]
+    if name in _PRODUCTS:
+        return inputs[-2:][0].shape[-1]  # of the first factor; one of a value with itself has one input
+    if any(m in name for m in _NORMALISED):
+        return max((x.shape[-1] for x in inputs if x.dim()), default=1)
+    return max((x.numel() // max(value.numel(), 1) for x in inputs), default=1) or 1
+
+
+def moved(step: Step, size: Roundoff, way: int) -> Step:
+    """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed in its dtype.
+
+    Args:
+        step: the plain one.
+        size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their leaf. A gradient that is 0 stays 0.
+        way: 1 or -1: that of the gradients. Parameters are moved at random, as a function of it.
+    """
+    key, by = fzrandom.fold_in(fzrandom.key(0x7E57), way + 1), LAMBDA * size.value
+
+    def nudged(x: torch.Tensor, number: int) -> torch.Tensor:
+        draw = fzrandom.uniform(fzrandom.fold_in(key, number), tuple(x.shape)).to(x.device)
+        return x * (1 + by * ((draw < 0.5).to(x.dtype) * 2 - 1)) if x.is_floating_point() else x
+
+    def lower(values: Any) -> Any:
+        return tree.map(lambda x: x.to(size.compute) if x.is_floating_point() and unit(size.compute) > unit(x.dtype) else x, values)
+
+    def loss_fn(params: Any, batch: Any, **kwargs: Any) -> Any:
+        flat, structure = tree.flatten(params)
+        return step.loss_fn(lower(tree.unflatten(structure, [nudged(x, i) for i, x in enumerate(flat)])), lower(batch), **kwargs)
+
+    def with_key(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
+        return loss_fn(params, batch, key=key)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        present = x != 0
+        return x + way * by * (x.square().sum() / present.sum().clamp(min=1)).sqrt() * present
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return step.optimizer.update(tree.map(shifted, grads), state, params)
+
+    return replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn, optimizer=GradientTransformation(step.optimizer.init, update))

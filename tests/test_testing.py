@@ -1,0 +1,472 @@
+"""check_equivalent passes what is right and finds what is wrong: faults planted in rewrites, in functions and in what carries values, each named."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.cli import main
+from fzero.comm import shared
+from fzero.comm.host import Apart
+from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
+from fzero.lower import base_program
+from fzero.optim import apply_updates
+from fzero.program import base
+from fzero.program.ir import Program
+from fzero.runtime import build, compile, execute
+from fzero.testing import check_equivalent
+from fzero.testing.blame import first_differing
+from fzero.testing.check import setting_of
+from fzero.testing.tolerance import longest_chain, unit
+from fzero.transforms import remat, spread
+
+WIDTH, ROWS = 48, 24  # large enough for places in the pool
+
+
+@fz.block
+def dense(p, x):
+    return x + torch.tanh(x @ p["w"] + p["b"])
+
+
+@fz.block
+def head(p, x, y):
+    return ((x @ p["w"]).squeeze(-1) - y).square().mean()
+
+
+def loss(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = dense(p, x)
+    return head(params["head"], x, batch["y"])
+
+
+def dropped_loss(params, batch, *, key):
+    return loss(params, {**batch, "x": fz.random.dropout(key, batch["x"], 0.5)})
+
+
+def summed_loss(params, batch):
+    return loss(params, batch) * batch["y"].shape[0]
+
+
+def init(key):
+    keys = fz.random.split(key, 4)
+    layers = [{"w": fz.random.normal(k, (WIDTH, WIDTH)) * 0.1, "b": torch.zeros(WIDTH)} for k in keys[:3]]
+    return {"layers": layers, "head": {"w": fz.random.normal(keys[3], (WIDTH, 1))}}
+
+
+def batch(mesh: fz.Mesh | None = None) -> Any:
+    keys = fz.random.split(fz.random.key(5), 2)
+    whole = {"x": fz.random.normal(keys[0], (ROWS, WIDTH)), "y": fz.random.normal(keys[1], (ROWS,))}
+    return whole if mesh is None else models.part(whole, mesh)
+
+
+OPTIMIZER = lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))  # noqa: E731
+
+
+# --- faults: each takes a monkeypatch ---
+
+
+def maximum_for_sum(patch):
+    patch.setitem(shared._COMBINE, "sum", torch.maximum)
+
+
+def mean_for_sum(patch):
+    wait = shared.SharedMemory.wait
+
+    def halved(self, moving, into, together=False):
+        out = wait(self, moving, into, together)
+        return [x.div_(2) for x in out] if moving.kind == "scatter" else out
+
+    patch.setattr(shared.SharedMemory, "wait", halved)
+
+
+def gather_not_waited_for(patch):
+    patch.setattr(shared.SharedMemory, "_gather", lambda self, whole, along: None)
+
+
+def stale_cast(patch):
+    cast = execute._cast
+    patch.setattr(execute, "_cast", lambda x, dtype, into=None: cast(x, dtype) if into is None else into[0])
+
+
+def buffer_of_another(patch):
+    tensors = execute._tensors
+
+    def overlapping(line, program, mesh, arenas):
+        calls = [x for x in program.pooled if x.fn == "dense"]
+        return tensors(calls[0] if line in calls else line, program, mesh, arenas)
+
+    patch.setattr(execute, "_tensors", overlapping)
+
+
+def leaves_swapped(patch):
+    update = spread._Rewrite._update
+
+    def swapped(self, line):
+        lines = update(self, line)
+        assigns = [i for i, x in enumerate(lines) if x.op == "assign" and "layers" in x.args[0]]
+        a, b = (lines[i] for i in assigns[:2])
+        half = len(a.writes)
+        lines[assigns[0]] = dataclasses.replace(a, args=(*a.args[:half], *b.args[half:]))
+        lines[assigns[1]] = dataclasses.replace(b, args=(*b.args[:half], *a.args[half:]))
+        last = lines.pop(assigns[0])
+        return [*lines, last]
+
+    patch.setattr(spread._Rewrite, "_update", swapped)
+
+
+def micro_batch_dropped(patch):
+    patch.setattr(execute, "_accumulate", lambda total, part, into: into[0].copy_(part) if total is None else total)
+
+
+def sum_rounded(patch):
+    patch.setattr(execute, "_accumulate", lambda total, part, into: into[0].copy_(part) if total is None else total.add_(part.bfloat16()))
+
+
+def first_micro_batch_only(patch):
+    patch.setattr(execute, "_take_part", lambda whole, index, count: whole[: whole.shape[0] // count])
+
+
+def offset_off_by_one(patch):
+    take = execute._take_shard
+    patch.setattr(execute, "_take_shard", lambda part_of, whole, axis: take(part_of, whole.reshape(-1).roll(1), axis))
+
+
+def update_twice(patch):
+    as_called = build.as_called
+
+    def twice(function, run):
+        call = as_called(function, run)
+        return (lambda *args: (call(*args), call(*args))[0]) if function.name == "update_v2" else call
+
+    patch.setattr(build, "as_called", twice)
+
+
+def update_skipped(patch):
+    as_called = build.as_called
+    patch.setattr(build, "as_called", lambda function, run: (lambda *args: ()) if function.name == "update_v2" else as_called(function, run))
+
+
+def clipping_lost(patch):
+    def unclipped(optimizer, grads, opt_state, params):
+        updates, state = optim.adamw(1e-2).update(grads, opt_state[1], params)
+        return apply_updates(params, updates), (opt_state[0], state)
+
+    patch.setattr(base, "apply_optimizer", unclipped)
+
+
+def scale_wrong(patch):
+    lower = sys.modules["fzero.lower"]  # fz.lower is the function
+    whole = lower.lower_train
+    patch.setattr(lower, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
+
+
+def key_of_the_first(patch):
+    part_index = execute._part_index
+    patch.setattr(execute, "_part_index", lambda mesh, axes, micro=0, count=1: part_index(mesh, axes))
+
+
+def update_not_assigned(patch):
+    assign = execute._assign
+    patch.setattr(execute, "_assign", lambda targets, sources: assign(targets, sources) if targets[0].dim() == 0 else None)
+
+
+def saved_swapped(patch):
+    rewrite = remat.rewrite
+
+    def swapped(program: Program, policy: Any, *args: Any) -> Program:
+        program = rewrite(program, policy, *args)
+        if policy != "none":
+            return program
+        lines = list(program.lines)
+        (at,) = [i for i, x in enumerate(lines) if "layers'][1]" in str(x.args) and x.fn.endswith("vjp")]
+        *rest, a, b = lines[at].args
+        lines[at] = dataclasses.replace(lines[at], args=(*rest, b, a))
+        return dataclasses.replace(program, lines=tuple(lines))
+
+    patch.setattr(remat, "rewrite", swapped)
+
+
+def copy_not_made(patch):
+    start = Apart.to_device_start
+    patch.setattr(Apart, "to_device_start", lambda self, sources, into=None: start(self, [torch.zeros_like(x) for x in sources], into))
+
+
+def wait_dropped(patch):
+    whole = spread.rewrite
+
+    def without(*args: Any) -> Program:
+        program = whole(*args)
+        first = next(x for x in program.lines if x.op == "wait")
+        return dataclasses.replace(program, lines=tuple(x for x in program.lines if x is not first))
+
+    patch.setattr(spread, "rewrite", without)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault, the step it is planted in, and what the report has to name."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    transforms: tuple[Any, ...]
+    transform: str | None
+    line: str
+    why: str = "is not what the program says"
+    loss: Callable[..., Any] = loss
+
+    def found(self, mesh: fz.Mesh) -> Any:
+        step = fz.compose(*self.transforms)(fz.train_step(self.loss, OPTIMIZER()))
+        with pytest.MonkeyPatch.context() as patch:
+            self.plant(patch)
+            return check_equivalent(step, init, batch(mesh), mesh, steps=2, raises=False)
+
+    def check(self, report: fz.testing.Report) -> None:
+        text = f"{self.plant.__name__}\n{report}"
+        assert not report.equivalent and report.blame is not None and report.blame.line is not None, text
+        assert (report.blame.transform or "none").split("(")[0] == (self.transform or "none"), text
+        assert self.line in report.blame.line.text and self.why in report.blame.line.why, text
+        assert all(x in str(report) for x in ("where it begins", f"line {report.blame.line.number}", report.blame.line.why[:40])), text
+
+
+MEANT = "is not what the step means"
+ALONE = [
+    Fault(buffer_of_another, (), None, "vjp(", "which is not what was made"),
+    Fault(micro_batch_dropped, (fz.remat("full"), fz.accumulate(2)), "accumulate", "accumulate("),
+    Fault(sum_rounded, (fz.accumulate(3),), "accumulate", "accumulate("),
+    Fault(first_micro_batch_only, (fz.accumulate(2, vertical=True),), "accumulate", "take_part("),
+    Fault(update_twice, (fz.accumulate(2),), None, "update_v2("),
+    Fault(update_skipped, (), None, "update_v2("),
+    Fault(clipping_lost, (), None, "update", MEANT),
+    Fault(scale_wrong, (fz.accumulate(2),), "accumulate", "metric_grad_norm", MEANT),
+    Fault(key_of_the_first, (fz.accumulate(2),), "accumulate", "part_index(", loss=dropped_loss),
+    Fault(stale_cast, (fz.mixed_precision("bf16"),), "mixed_precision", "cast("),
+    Fault(saved_swapped, (fz.remat("none"),), "remat", "vjp(", MEANT),
+    Fault(copy_not_made, (fz.offload("cpu", "params"),), "offload", "wait("),
+]
+TOGETHER = [
+    Fault(maximum_for_sum, (fz.data_parallel(), fz.remat("full")), "data_parallel", "wait(reduce_"),
+    Fault(mean_for_sum, (fz.shard_grads(), fz.mixed_precision("bf16")), "shard_grads", "wait(scatter_"),
+    Fault(gather_not_waited_for, (fz.shard_params(), fz.accumulate(2)), "shard_params", "wait(gather_"),
+    Fault(leaves_swapped, (fz.shard_opt_state(),), "shard_opt_state", "assign(", MEANT),
+    Fault(offset_off_by_one, (fz.shard_opt_state(),), "shard_opt_state", "take_shard("),
+    Fault(update_not_assigned, (fz.shard_opt_state(), fz.accumulate(2)), "shard_opt_state", "assign("),
+]
+
+
+@pytest.mark.parametrize("fault", ALONE, ids=lambda f: f.plant.__name__)
+def test_a_planted_fault_is_named(fault):
+    fault.check(fault.found(fz.make_mesh(data=1, unified_memory=False if fault.transform == "offload" else None)))
+
+
+def find(number: int) -> fz.testing.Report:
+    return TOGETHER[number].found(fz.make_mesh(data=2))
+
+
+@pytest.mark.parametrize("number", range(len(TOGETHER)), ids=lambda i: TOGETHER[i].plant.__name__)
+def test_a_fault_between_ranks_is_named_on_every_rank(run_ranks, number):
+    found, other = run_ranks(2, find, number)
+    assert found == other
+    TOGETHER[number].check(found)
+
+
+# --- what is right ---
+
+STEPS = {
+    "gpt": (fz.shard_params(), fz.accumulate(2), fz.remat("full"), fz.mixed_precision("bf16")),
+    "bare": (fz.shard_opt_state(), fz.accumulate(3, vertical=True)),
+    "mixed": (fz.shard_grads(), fz.remat("none"), fz.mixed_precision("bf16", params="bf16")),
+}
+
+
+def equivalent_steps(disk: str) -> list[tuple[fz.testing.Report, str | None]]:
+    """The reports of steps that are right, and what is said of their lines."""
+    mesh, out = fz.make_mesh(data=2, unified_memory=False), []
+    for name, transforms in STEPS.items():
+        offload = fz.offload("nvme", ("opt_state", "params"), path=disk) if name == "gpt" else fz.offload("cpu", "opt_state")
+        step = fz.compose(*transforms, offload)(fz.train_step(models.MODELS[name].loss, models.OPTIMIZERS["adamw"]()))
+        part = models.part(models.batches(1)[0], mesh)
+        found = check_equivalent(step, models.MODELS[name].init, part, mesh, steps=2)
+        line, _ = first_differing(setting_of(step, models.MODELS[name].init, part, mesh, 1, None, "eager", {}), None)
+        out.append((found, line and str(line)))
+    return out
+
+
+def test_what_is_right_passes_line_by_line(run_ranks, tmp_path):
+    """Tolerances hold where the order of summation, the dtype and the tier differ, and no line is suspected."""
+    results = run_ranks(2, equivalent_steps, str(tmp_path))
+    assert results[0] == results[1]
+    for found, line in results[0]:
+        assert found.equivalent and found.blame is None and line is None, f"{line}\n{found}"
+        assert {re.split(r"[.\[]", d.path)[0] for d in found.differences} == {"params", "opt_state", "metrics", "step", "key"}
+        exact = found.exact or found
+        assert all(d.tolerance < 2e-3 for d in exact.differences), exact  # and so are worth something
+        assert any(0 < d.difference for d in exact.differences)
+    assert results[0][0][0].exact is not None and results[0][1][0].exact is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "lamb"])
+def test_bf16_is_within_its_tolerance_where_signs_flip(optimizer):
+    """The update of an element whose gradient is near 0 may go the other way in bf16: its leaf has the room for that, and no more."""
+    step = fz.compose(fz.mixed_precision("bf16"), fz.accumulate(3))(fz.train_step(models.bare_loss, models.OPTIMIZERS[optimizer]()))
+    found = check_equivalent(step, models.bare_init, models.batches(1)[0], fz.make_mesh(data=1))
+    assert all(d.tolerance < 0.3 for d in found.differences if d.path.startswith("params['layers']") and d.path.endswith("[0]"))
+
+
+# --- what is not a transform's fault ---
+
+
+def test_a_loss_that_is_no_mean_is_the_users():
+    step = fz.accumulate(2)(fz.train_step(summed_loss, OPTIMIZER()))
+    with pytest.raises(EquivalenceError, match=r"fz\.weighted") as error:
+        check_equivalent(step, init, batch(), fz.make_mesh(data=1))
+    report = error.value.report
+    assert isinstance(report, fz.testing.Report) and report.blame is not None
+    assert report.blame.transform == "accumulate(num_micro_batches=2)" and report.blame.line is None
+    assert json.loads(report.to_json())["blame"]["transform"] == "accumulate(num_micro_batches=2)"
+
+
+def test_a_first_state_that_differs(monkeypatch):
+    whole = compile.shard
+    monkeypatch.setattr(compile, "shard", lambda x, leaf, mesh: whole(x.flip(0), leaf, mesh))
+    report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), raises=False)
+    assert report.blame is not None and report.blame.step == 0 and "init" in report.blame.note
+    assert {d.path for d in report.differences if not d.ok and d.step == 0} >= {"params['head']['w']"}
+
+
+def test_what_only_the_compiler_does_wrong(monkeypatch):
+    as_called = build.as_called
+
+    def wrong(function, run):
+        call = as_called(function, run)
+        return (lambda *args, **kwargs: [x * 1.01 for x in call(*args, **kwargs)]) if function.name == "head_value_and_grad" else call
+
+    monkeypatch.setattr(build, "BACKENDS", ("inductor", "eager", "other"))
+    real = build.build
+
+    def built(functions, backend, mesh, progress=None):
+        with pytest.MonkeyPatch.context() as patch:
+            if backend == "other":
+                patch.setattr(build, "as_called", wrong)
+            return real(functions, "eager", mesh, progress)
+
+    monkeypatch.setattr(compile, "build", built)
+    report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), backend="other", raises=False)
+    assert report.blame is not None and report.blame.transform is None and "'other'" in report.blame.note
+    assert report.blame.line is not None and "head_value_and_grad(" in report.blame.line.text
+
+
+def verify_says() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        wait_dropped(patch)
+        with pytest.raises(VerifyError) as error:
+            check_equivalent(fz.shard_params(fz.train_step(loss, OPTIMIZER())), init, batch(mesh := fz.make_mesh(data=2)), mesh)
+    return str(error.value)
+
+
+def test_what_verify_finds_is_said_as_it_is(run_ranks):
+    for text in run_ranks(2, verify_says):
+        assert text.startswith("fzero.verify: ") and "gather_0" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"step": fz.eval_step(lambda p, x: x)}, FzeroTypeError, "fz.train_step"),
+        ({"steps": 0}, FzeroValueError, "steps=0"),
+        ({"mesh": fz.AbstractMesh(data=1)}, FzeroTypeError, "fz.make_mesh"),
+        ({"batch": models.meta(batch())}, FzeroValueError, r"\['x'\]: float32\[24, 48\]"),
+    ],
+)
+def test_what_cannot_be_compared(arguments, kind, says):
+    given = {"step": fz.train_step(loss, OPTIMIZER()), "params": init, "batch": batch(), "mesh": fz.make_mesh(data=1), **arguments}
+    with pytest.raises(kind, match=says):
+        check_equivalent(**given)
+
+
+def test_tolerances_follow_from_dtypes_and_lengths():
+    assert [unit(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)] == [2**-53, 2**-24, 2**-11, 2**-8, 0, 0]
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.sgd(0.1))
+
+    def chain(rows: int, width: int) -> int:
+        params, x = {"w": torch.empty(width, 7, device="meta")}, torch.empty(rows, width, device="meta")
+        return longest_chain(base_program(step, fz.AbstractMesh(data=1), params, x))
+
+    assert chain(8, 1000) - chain(8, 500) == 500 + 7 * 500  # the inner dim of the product, and the norm of the gradient
+    assert chain(80, 30) - chain(8, 30) == 72 + 7 * 72  # that of the gradient, and the mean of the loss
+
+    def tolerance(rate: float, *transforms: Any) -> float:
+        step = fz.compose(*transforms)(fz.train_step(loss, optim.sgd(rate)))
+        (found,) = (d for d in check_equivalent(step, init, batch(), fz.make_mesh(data=1), steps=1).differences if d.path == "params['head']['w']")
+        return found.tolerance
+
+    assert tolerance(1e-1) > 5 * tolerance(1e-3) > 5 * 2 * 2**-24  # a small step is held to more
+    assert tolerance(1e-1, fz.mixed_precision("bf16")) > 100 * tolerance(1e-1)
+
+
+# --- on the command line ---
+
+TARGET = """
+import torch
+import fzero as fz
+from fzero import optim
+
+def loss(p, x):
+    return torch.tanh(x["ids"].float() @ p["w"] + x["bias"]).square().mean()
+
+def target(loss=loss):
+    step = fz.compose(fz.shard_grads(), fz.accumulate(2))(fz.train_step(loss, optim.adamw(1e-2)))
+    return step, {"w": torch.empty(6, 5, device="meta")}, {"ids": torch.empty(8, 6, dtype=torch.int64, device="meta"), "bias": torch.ones(8, 1)}
+
+def summed():
+    return target(lambda p, x: loss(p, x) * x["ids"].shape[0])
+
+def evaluation():
+    step, params, batch = target()
+    return fz.eval_step(loss), params, (batch,)
+"""
+
+
+def command(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command on this rank."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["check", *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "checked.py").write_text(TARGET)
+    return f"{tmp_path}/checked.py"
+
+
+def test_the_command_on_every_rank(run_ranks, target):
+    (code, out, err), other = run_ranks(2, command, f"{target}:target", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["equivalent"] and found["mesh"] == "data=2" and found["steps"] == 3
+    assert err == f"2 leaves of {target}:target have no values: drawn at random\n"
+    assert other == (0, "", "")  # rank 0 speaks for all
+
+
+def test_the_command_on_one(target, monkeypatch):
+    code, out, _ = command(f"{target}:target", "--steps", "1")
+    assert code == 0 and "loss on mesh data=1, 1 steps, eager: equivalent in all" in out
+    code, out, _ = command(f"{target}:summed")
+    assert code == 1 and "accumulate(num_micro_batches=2)" in out and "fz.weighted" in out
+    for flags, says in {("--steps", "0"): "--steps 0", ("--mesh", "data=2"): "1 processes", ("--mesh", "data"): "whole number"}.items():
+        code, out, err = command(f"{target}:target", *flags)
+        assert (code, out) == (2, "") and says in err, err
+    code, _, err = command(f"{target}:evaluation")
+    assert code == 2 and "training step" in err
