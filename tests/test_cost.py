@@ -201,6 +201,7 @@ def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
 
 
 @pytest.mark.parametrize(("native", "part"), [(True, 0.05), (False, 0.1)], ids=["fp32", "bf16 in float32"])
+@pytest.mark.usefixtures("compiled_here")
 def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, monkeypatch):
     """A layer and its vjp, and the head with its cross entropy. Where every product's operands are cast, not every cast is found in the right kernel."""
     transforms, device = () if native else (fz.mixed_precision("bf16"),), torch.device("cpu")
