@@ -187,7 +187,7 @@ class CompiledStep(_Compiled):
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
-        self._of = None  # a state that nobody else holds any more makes room for the new one
+        self._of, self._guesses = None, (None, None, False)  # a state that nobody else holds any more makes room for the new one
         leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
         tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
         if self.mesh.unified_memory:
