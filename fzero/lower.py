@@ -166,6 +166,7 @@ class _Traced:
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
     zero, (compute_dtype, reduce_dtype) = zero_of(step, mesh), _dtypes(step)
+    precision = find(step.transforms, MixedPrecision)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
     problems: list[str] = []
@@ -200,6 +201,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+                stochastic=precision is not None and precision.rounding == "stochastic",
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))

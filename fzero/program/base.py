@@ -25,6 +25,8 @@ from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
+ROUNDING_STREAM = (1 << 62) - 1
+"""What the state's key is folded with to round parameters: steps draw from it folded with their number, and none ever has this one."""
 
 
 class Weighted(NamedTuple):
@@ -59,6 +61,7 @@ class Training:
     compute_dtype: DType
     reduce_dtype: DType
     num_parts: int  # ranks x micro-batches that the global batch is cut in
+    stochastic: bool = False  # whether parameters that rest in a narrow dtype are rounded to it stochastically
 
     @property
     def trained(self) -> list[int]:
@@ -264,8 +267,8 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     return flat, Means(structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,))))
 
 
-def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got."""
+def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got. `key`: to round with."""
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
         raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
@@ -285,7 +288,7 @@ def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any) -> 
     ]
     if problems:
         raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
-    return apply_updates(params, updates), new
+    return apply_updates(params, updates, key), new
 
 
 def grad_name(leaf: Leaf) -> str:
@@ -343,7 +346,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
     """
     params, opt_state, trained = t.params, t.opt_state, t.trained
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    places = [("step", (), torch.int64)]
+    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.stochastic else [])]
     places += [(x.path, x.shape, x.dtype) for x in (*(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct))]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *sums)]
     info: dict[str, Any] = {}
@@ -351,6 +354,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         step = next(it)
+        key = fzrandom.fold_in(fzrandom.fold_in(next(it), ROUNDING_STREAM), step) if t.stochastic else None
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
@@ -363,12 +367,12 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
             loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
         mean: dict[int, torch.Tensor] = {}
         for i in trained:
-            x = g[i].to(p[i].dtype) if i in g else torch.zeros_like(p[i])
+            x = g[i].to(torch.promote_types(g[i].dtype, p[i].dtype)) if i in g else torch.zeros_like(p[i])
             mean[i] = x if scale is None or i not in g else x * scale
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
         view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
-        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p))
+        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
         new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
         means, values = found.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]

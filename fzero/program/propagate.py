@@ -4,7 +4,7 @@ A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to
   pointwise operations    run on the shards, with whole scalars beside them
   views                   are nothing: a flat shard has no shape to change
   full reductions         run on the shards and leave a summand each, which meet in an all_reduce
-  constants, random bits  are made shard by shard
+  constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
 Anything else on a sharded leaf is an error that names the operation and the leaf. What does not depend on a sharded leaf can always
 be made whole and cut.
 
@@ -24,7 +24,7 @@ import torch.fx as fx
 
 from fzero.errors import FzeroTypeError, message
 from fzero.program.record import Recorded
-from fzero.random import DRAW, sub_range
+from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 
 aten = torch.ops.aten
 
@@ -41,6 +41,11 @@ def cut(x: torch.Tensor) -> torch.Tensor:
 
 def num_valid(numel: int) -> torch.Tensor:
     """Marker: how many elements of this rank's shard of a leaf of `numel` elements are not padding (0-dim int64)."""
+    raise AssertionError("a marker is not executable")
+
+
+def draw_start(base: int, numel: int, sharded: bool) -> torch.Tensor:
+    """Marker: where this rank's part of a leaf of `numel` elements, or the whole leaf, begins in a draw of which the leaf begins at `base` (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
@@ -63,6 +68,7 @@ _POINTWISE = {
     aten.isfinite.default,
     aten.fill.Scalar,
     aten.copy.default,
+    aten.view.dtype,  # between dtypes of one size: any other changes the number of elements
 }
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default}
@@ -107,7 +113,7 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
         demand: for each output whether its shard is wanted (else it is wanted whole).
         size: number of shards.
         owner: who is sharded, for errors.
-        index: which shard is made. Only random draws need it: without it the function is the same for every rank.
+        index: which shard is made. Only random draws need it: without it the function is the same for every rank, and each draw starts where a marker says.
 
     Raises:
         FzeroTypeError: listing every operation that cannot run on shards, with its leaf.
@@ -149,11 +155,14 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
                 env[node, True].meta["shard"] = True
             continue
         for shard in sorted(want[node]):
-            if node.op == "get_attr" or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf)):
+            draws = node.target is DRAW and index is None
+            if not draws and (node.op == "get_attr" or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))):
                 if (node, False) not in env:
                     env[node, False] = graph.node_copy(node, lambda n: env[n, False])
                 if shard:
                     env[node, True] = _emit(graph, cut, (env[node, False],), _local(node, size))
+            elif draws:
+                env[node, shard] = _draw(graph, node, shard, env, size)
             else:
                 env[node, shard] = _make(graph, node, shard, leaf, env, size, index)
             if shard:
@@ -214,7 +223,7 @@ def _needs(
             return [(a, a in leaf) for a in args]
         problems[culprit.get(node, f"{node.target} on {leaf[node]}")] = None
         return []
-    if node.target in _FACTORY or (node.target is DRAW and index is not None):
+    if node.target in _FACTORY or node.target is DRAW:
         return [(a, False) for a in args]
     if node.target in _LIKE or node.target in _NEW:
         return [(a, a in leaf) for a in args]
@@ -258,6 +267,14 @@ def _make(
     if (node, False) not in env:
         env[node, False] = graph.node_copy(node, lambda n: env[n, False])
     return _emit(graph, cut, (env[node, False],), local)
+
+
+def _draw(graph: fx.Graph, node: fx.Node, shard: bool, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:
+    """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all like it, on every rank."""
+    value = _local(node, size) if shard else node.meta["val"]
+    start = _emit(graph, draw_start, (node.args[3], _numel(node), shard), torch.empty((), dtype=torch.int64, device="meta"))
+    args = from_start(node.args, start, value.shape)
+    return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, False), n)), value, node.kwargs)
 
 
 def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:

@@ -52,6 +52,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
         "num_valid": functools.partial(_num_valid, mesh.device, part_of),
+        "draw_start": functools.partial(_draw_start, mesh.device, part_of),
         "accumulate": _accumulate,
         "add": _add,
         "assign": _assign,
@@ -147,6 +148,10 @@ def _part_index(mesh: Mesh, axes: tuple[str, ...], micro: int = 0, count: int = 
 
 def _num_valid(device: torch.device, part_of: _Range, numel: int, axis: str) -> torch.Tensor:
     return torch.full((), part_of(numel, axis)[1], dtype=torch.int64, device=device)
+
+
+def _draw_start(device: torch.device, part_of: _Range, base: int, numel: int = 0, axis: str = "") -> torch.Tensor:
+    return torch.full((), base + (part_of(numel, axis)[0] if axis else 0), dtype=torch.int64, device=device)
 
 
 def _range(mesh: Mesh, numel: int, axis: str) -> tuple[int, int, int]:
