@@ -25,8 +25,8 @@ from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
-ROUNDING_STREAM = (1 << 62) - 1
-"""What the state's key is folded with to round parameters: steps draw from it folded with their number, and none ever has this one."""
+ROUNDING_STREAM = 1 << 61
+"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is folded with t alone."""
 
 
 class Weighted(NamedTuple):
@@ -354,7 +354,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], f
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         step = next(it)
-        key = fzrandom.fold_in(fzrandom.fold_in(next(it), ROUNDING_STREAM), step) if t.stochastic else None
+        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.stochastic else None
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from fzero.layout import Leaf
+from fzero.layout import Leaf, shard_numel
 from fzero.mesh import AbstractMesh
 from fzero.program.record import Recorded
 
@@ -85,7 +85,7 @@ class Value:
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Shape of what a rank holds of it."""
-        return (-(-self.numel // mesh.axis_size(self.placement.axes)),) if self.placement.kind == "shard" else self.shape
+        return (shard_numel(self.shape, mesh.axis_size(self.placement.axes)),) if self.placement.kind == "shard" else self.shape
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

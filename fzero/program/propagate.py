@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 
 from fzero.errors import FzeroTypeError, message
+from fzero.layout import shard_numel
 from fzero.program.record import Recorded
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 
@@ -39,13 +40,13 @@ def cut(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-def num_valid(numel: int) -> torch.Tensor:
-    """Marker: how many elements of this rank's shard of a leaf of `numel` elements are not padding (0-dim int64)."""
+def num_valid(shape: Sequence[int]) -> torch.Tensor:
+    """Marker: how many elements of this rank's shard of a leaf of this shape are not padding (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
-def draw_start(base: int, numel: int, sharded: bool) -> torch.Tensor:
-    """Marker: where this rank's part of a leaf of `numel` elements, or the whole leaf, begins in a draw of which the leaf begins at `base` (0-dim int64)."""
+def draw_start(base: int, shape: Sequence[int], sharded: bool) -> torch.Tensor:
+    """Marker: where this rank's part of a leaf of this shape, or the whole leaf, begins in a draw of which the leaf begins at `base` (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
@@ -272,7 +273,7 @@ def _make(
 def _draw(graph: fx.Graph, node: fx.Node, shard: bool, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:
     """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all like it, on every rank."""
     value = _local(node, size) if shard else node.meta["val"]
-    start = _emit(graph, draw_start, (node.args[3], _numel(node), shard), torch.empty((), dtype=torch.int64, device="meta"))
+    start = _emit(graph, draw_start, (node.args[3], tuple(node.meta["val"].shape), shard), torch.empty((), dtype=torch.int64, device="meta"))
     args = from_start(node.args, start, value.shape)
     return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, False), n)), value, node.kwargs)
 
@@ -293,8 +294,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     if kind in ("any", "all"):
         x = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
         x = _emit(graph, aten._to_copy.default, (x,), torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"), {"dtype": torch.int32})
-    if _numel(source) % size:
-        x = _mask(graph, x, _numel(source), {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device)
+    if _numel(source) != size * _local(source, size).numel():
+        x = _mask(graph, x, source.meta["val"].shape, {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device)
     inner = {"max": aten.amax.default, "any": aten.amax.default, "min": aten.amin.default, "all": aten.amin.default}.get(kind, aten.sum.default)
     inner_dtype = torch.int32 if kind in ("any", "all") else dtype
     kwargs = {"dtype": dtype} if inner is aten.sum.default else {}
@@ -310,7 +311,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     return out if value.dim() == 0 else _emit(graph, aten.reshape.default, (out, list(value.shape)), value)
 
 
-def _mask(graph: fx.Graph, x: fx.Node, numel: int, fill: Any, device: Any) -> fx.Node:
+def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], fill: Any, device: Any) -> fx.Node:
     """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the zeros."""
     value = x.meta["val"]
     if fill == "lowest":
@@ -318,7 +319,7 @@ def _mask(graph: fx.Graph, x: fx.Node, numel: int, fill: Any, device: Any) -> fx
     elif fill == "highest":
         fill = math.inf if value.is_floating_point() else torch.iinfo(value.dtype).max
     integers = torch.empty(value.shape, dtype=torch.int64, device="meta")
-    valid = _emit(graph, num_valid, (numel,), torch.empty((), dtype=torch.int64, device="meta"))
+    valid = _emit(graph, num_valid, (tuple(shape),), torch.empty((), dtype=torch.int64, device="meta"))
     index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
     inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
     other = _emit(graph, aten.full.default, ([], fill), torch.empty((), dtype=value.dtype, device="meta"), {"dtype": value.dtype, "device": device})
@@ -340,4 +341,4 @@ def _local(node: fx.Node, size: int) -> torch.Tensor:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(-(-value.numel() // size), dtype=value.dtype, device="meta")
+    return torch.empty(shard_numel(value.shape, size), dtype=value.dtype, device="meta")

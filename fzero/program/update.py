@@ -158,11 +158,11 @@ class _Cutter:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
-                    self._line("num_valid", (), node, attrs={"numel": node.args[0], "axes": self.axes}, placement=Placement("local", self.axes))
+                    self._line("num_valid", (), node, attrs={"shape": node.args[0], "axes": self.axes}, placement=Placement("local", self.axes))
                 elif node.target is draw_start:
-                    base, numel, sharded = node.args
+                    base, shape, sharded = node.args
                     axes = self.axes if sharded else ()
-                    self._line("draw_start", (), node, {"base": base, "numel": numel, "axes": axes}, Placement("local", axes) if axes else WHOLE)
+                    self._line("draw_start", (), node, {"base": base, "shape": shape, "axes": axes}, Placement("local", axes) if axes else WHOLE)
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
             for node in here:
                 if node.target is cut:
