@@ -18,6 +18,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.auto import check_auto, choose_tiers
+from fzero.blocks import blocks_shape, has_blocks
 from fzero.budget import Budget, Choice, choose, choose_side, decided, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, Layout, Leaf, ties
@@ -334,8 +335,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
-    the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
+    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same, or that
+    of one number for each of its blocks) rests as the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
     mode = compat.FakeTensorMode()
     whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
@@ -375,9 +376,14 @@ def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
 
     def mirrored(leaf: Leaf) -> int | None:
         endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
-        return next((i for i in endings if i is not None and params.leaves[i].shape == leaf.shape), None)
+        return next((i for i in endings if i is not None and _alike(leaf.shape, params.leaves[i].shape)), None)
 
     return [mirrored(leaf) for leaf in leaves]
+
+
+def _alike(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block."""
+    return shape == param or (has_blocks(param) and shape == blocks_shape(param))
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.operators import define
 from fzero.tree import describe
 
 _MASK = 0xFFFFFFFF
@@ -334,33 +335,19 @@ def _derive_pointwise(key: torch.Tensor, data: torch.Tensor, domain: int) -> tor
     return torch.stack([x0, x1, key[2].expand(data.shape)], dim=-1)
 
 
-def _define(name: str, schema: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
-    torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients
-    torch.library.register_fake(f"fzero::{name}", fake)
-    op = getattr(torch.ops.fzero, name).default
-
-    def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
-        rows = [[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
-        return torch.stack([op(*row) for row in rows]), 0
-
-    torch.library.register_vmap(f"fzero::{name}", batched)
-    return op
-
-
-DRAW: Any = _define(
+DRAW: Any = define(
     "draw",
     "(Tensor key, SymInt[] shape, SymInt numel, SymInt start, str kind) -> Tensor",
     _draw_eager,
     lambda key, shape, numel, start, kind: key.new_empty(shape, dtype=_KINDS[kind]),
 )
-DRAW_FROM: Any = _define(
+DRAW_FROM: Any = define(
     "draw_from",
     "(Tensor key, Tensor start, SymInt[] shape, SymInt numel, str kind) -> Tensor",
     lambda key, start, shape, numel, kind: _draw_eager(key, shape, numel, start, kind),
     lambda key, start, shape, numel, kind: key.new_empty(shape, dtype=_KINDS[kind]),
 )
-DERIVE: Any = _define(
+DERIVE: Any = define(
     "derive",
     "(Tensor key, Tensor data, int domain) -> Tensor",
     _derive_eager,

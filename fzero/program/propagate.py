@@ -2,6 +2,7 @@
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
+  blocks of 256           lie within shards: what is the same for a block, or made of it, is too (fzero/blocks.py)
   views                   are nothing: a flat shard has no shape to change
   full reductions         run on the shards and leave a summand each, which meet in an all_reduce
   constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero.blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, message
 from fzero.layout import shard_numel
 from fzero.program.record import Recorded
@@ -195,7 +197,7 @@ def _shardable(node: fx.Node) -> bool:
     """Whether a node's shard can be made from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
         return True
-    return _is_view(node) or _is_local(node)
+    return _is_view(node) or _is_local(node) or _is_blockwise(node)
 
 
 def _is_local(node: fx.Node) -> bool:
@@ -204,6 +206,15 @@ def _is_local(node: fx.Node) -> bool:
         return False
     sizes = {_numel(a) for a in node.all_input_nodes}
     return sizes <= {1, _numel(node)}
+
+
+def _is_blockwise(node: fx.Node) -> bool:
+    """Whether a node goes from the elements of a leaf that is cut between blocks to its blocks, or back."""
+    if node.target not in (BLOCK_MAX, BLOCK_EXPAND):
+        return False
+    elements, numbers = (node.all_input_nodes[0], node) if node.target is BLOCK_MAX else (node, node.all_input_nodes[0])
+    shape = elements.meta["val"].shape
+    return has_blocks(shape) and tuple(numbers.meta["val"].shape) == blocks_shape(shape)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -228,7 +239,7 @@ def _needs(
         return [(a, False) for a in args]
     if node.target in _LIKE or node.target in _NEW:
         return [(a, a in leaf) for a in args]
-    if _is_view(node):
+    if _is_view(node) or _is_blockwise(node):
         return [(node.args[0], True)]  # type: ignore[list-item]
     if _is_local(node):
         return [(a, _numel(a) != 1) for a in args]
@@ -252,6 +263,8 @@ def _make(
         return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, False]), local, node.kwargs)
     if node.target in _LIKE or node.target in _NEW:
         return _constant(graph, node, [local.numel()], local)
+    if _is_blockwise(node):
+        return _emit(graph, node.target, (env[node.args[0], True], [local.numel()]), local)  # type: ignore[index]
     if _is_view(node):
         return env[node.args[0], True]  # type: ignore[index]
     if _is_local(node):
