@@ -183,7 +183,9 @@ def test_it_trains_as_fp32_does(backend):
     data = [fz.random.normal(fz.random.key(i), (256, 64)) for i in range(100)]
 
     def final(state_dtype: str, backend: str) -> tuple[float, float]:
-        step = fz.train_step(lambda p, batch: (out(p, batch[0]) - batch[1]).square().mean(), optim.adamw(optim.linear(1e-2, 1e-4, 100), state_dtype=state_dtype))
+        step = fz.train_step(
+            lambda p, batch: (out(p, batch[0]) - batch[1]).square().mean(), optim.adamw(optim.linear(1e-2, 1e-4, 100), state_dtype=state_dtype)
+        )
         train = fz.compile(step, fz.make_mesh(), backend=backend)
         state, losses = train.init(start, fz.random.key(0)), []
         for x in data:

@@ -76,7 +76,11 @@ def test_a_part_draws_what_the_whole_draws():
 
 def init(key: torch.Tensor) -> Any:
     keys = fz.random.split(key, 3)
-    return {"layers": [{"w": fz.random.normal(k, (9, 7)), "b": torch.ones(3)} for k in keys[:2]], "last": fz.random.normal(keys[2], (13,)), "one": torch.ones(1)}
+    return {
+        "layers": [{"w": fz.random.normal(k, (9, 7)), "b": torch.ones(3)} for k in keys[:2]],
+        "last": fz.random.normal(keys[2], (13,)),
+        "one": torch.ones(1),
+    }
 
 
 @fz.block

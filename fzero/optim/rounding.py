@@ -1,6 +1,6 @@
 """Stochastic rounding: parameters that rest in bfloat16 without fp32 masters.
 
-An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 of it). Rounded to nearest it is
+An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of it). Rounded to nearest it is
 lost, every time; rounded up or down with probabilities in proportion to the distances, the mean over steps is the update.
 """
 

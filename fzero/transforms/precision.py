@@ -56,8 +56,8 @@ def mixed_precision(step: Any = None, compute: str = "bf16", *, params: str = "f
             step, and the element's place in the whole leaf: the same on every mesh and tier.
 
     Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`.
-    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the optimizer's memory: with `shard_opt_state` and `shard_grads` they rest sharded and the whole
-        copy in `compute` (2 bytes a parameter) exists during the step only.
+    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the optimizer's memory: with
+        `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute` (2 bytes a parameter) exists during the step only.
 
     Raises:
         FzeroValueError: an unknown dtype or rounding; a rounding where masters are fp32.
