@@ -20,7 +20,7 @@ import fzero as fz
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "12", "--accumulate", "2", "--backend", "eager", "--dtype", "fp32")
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"}
+KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
 
 
 def command(*flags: object, ranks: int = 0) -> list[str]:
