@@ -103,7 +103,7 @@ def mixed_precision(
     loss_scale_at_minimum: str = "warn",
     where: Where | None = None,
 ) -> Any:
-    """Computes in `compute`, with masters, moments and updates in `params`, and gradients reduced and accumulated in `reduce`.
+    """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
 
     The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast back.
     Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts itself
