@@ -12,6 +12,8 @@ import pytest
 import torch
 from pool import Pool
 
+from fzero.runtime import worker
+
 # The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit. No deadline: the machine is shared.
 hypothesis.settings.register_profile("fzero", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
@@ -44,6 +46,16 @@ def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
     pool = Pool(tmp_path_factory.mktemp("pool"), pytestconfig.getini("filterwarnings"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are compiled by this process, which imports Inductor once, and not by a worker that does for each build. tests/test_build.py has the worker."""
+
+    def ask(jobs: Any, cache: Any, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
+        return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}
+
+    monkeypatch.setattr(worker, "_ask", ask)
 
 
 @pytest.fixture

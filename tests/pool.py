@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -196,6 +196,18 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 self.close()
                 raise RankError(f"a worker of the test pool did not start:\n{_tail(worker.log, 0)}", []) from None
+
+
+@contextlib.contextmanager
+def ending(folder: str | Path, last: bool = False, others: int = 1, patience: float = 60.0) -> Iterator[None]:
+    """On ranks: a block that ends last on some of them, when so many others have ended it, by an exception or not. For a rank that lives and does not come."""
+    try:
+        yield
+        deadline = time.monotonic() + patience
+        while last and len(list(Path(folder).glob("ended-*"))) < others and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        Path(folder, f"ended-{os.getpid()}").touch()
 
 
 def _worker_environment() -> dict[str, str]:

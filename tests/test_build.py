@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from pool import ending
 
 import fzero as fz
 from fzero import compat
@@ -71,7 +74,37 @@ def halves(x):
     return [both[: N // 2], both[N // 2 :], x.t() + 1]
 
 
-def test_results_that_lie_in_other_memory_are_copied_to_their_buffers(folder):
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory) -> tuple[Path, list[tuple[int, int, str]]]:
+    """A cache in which all functions of this file were really compiled, and what was said meanwhile."""
+    seen: list[tuple[int, int, str]] = []
+    cache = tmp_path_factory.mktemp("cold")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FZERO_CACHE", str(cache))
+        made = functions() | {"halves": function("halves", halves, (N, N), into=(0, 1, 2))}
+        check(building.build(made, "inductor", fz.make_mesh(data=1), lambda *what: seen.append(what)))
+    return cache, seen
+
+
+@pytest.fixture
+def warm(cold, folder) -> Path:
+    """A copy of that cache, in use."""
+    shutil.copytree(cold[0], folder.parent, dirs_exist_ok=True)
+    return folder
+
+
+def ready_compile_jobs(source: Path, jobs: Any, cache: Cache, cores: int, done: Any) -> dict[str, str]:
+    """Takes no time: what the real one once made."""
+    for job in jobs:
+        entry = Cache(source / "functions").read(job.key)
+        assert entry is not None
+        cache.write(job.key, entry)
+        done(job.name)
+    cache.trim()
+    return {}
+
+
+def test_results_that_lie_in_other_memory_are_copied_to_their_buffers(warm):
     """Two that are parts of one tensor, and one that is made in another order than its buffer's."""
     made = function("halves", halves, (N, N), into=(0, 1, 2))
     built = building.build({"halves": made}, "inductor", fz.make_mesh(data=1))["halves"]
@@ -80,14 +113,8 @@ def test_results_that_lie_in_other_memory_are_copied_to_their_buffers(folder):
     got = built(x, into=buffers)
     assert all(a is b for a, b in zip(got, buffers, strict=True))
     torch.testing.assert_close(tuple(buffers), tuple(halves(x)))
-    assert [kernels_made.count(".copy_(") for kernels_made in texts(folder)] == [3]
-
-
-def texts(folder: Path) -> list[str]:
-    """The functions in a cache, as Python."""
-    cache = open_cache()
-    assert cache is not None
-    return [entry.text for file in sorted(folder.iterdir()) if (entry := cache.read(file.stem)) is not None]
+    entry = Cache(warm).read(key_of(made))
+    assert entry is not None and entry.text.count(".copy_(") == 3
 
 
 @pytest.fixture
@@ -96,14 +123,15 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "functions"
 
 
-def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(folder, monkeypatch, caplog):
-    seen: list[tuple[int, int, str]] = []
-    check(building.build(functions(), "inductor", fz.make_mesh(), lambda *what: seen.append(what)))
-    assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)] and {name for *_, name in seen} == {"several", "into", "literal"}
-    entries = sorted(folder.glob("*.so"))
-    assert len(entries) == 3 and len(list(folder.iterdir())) == 3
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+def test_what_is_compiled_is_kept_for_its_owner(cold):
+    cache, seen = cold
+    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {name for *_, name in seen} == {*functions(), "halves"}
+    entries = sorted((cache / "functions").iterdir())
+    assert len(entries) == 4 and {p.suffix for p in entries} == {".so"} and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+    assert stat.S_IMODE((cache / "functions").stat().st_mode) == 0o700
 
+
+def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(cold, warm, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(worker, "compile_jobs", lambda *args: pytest.fail("something is compiled"))
         check(building.build(functions(), "inductor", fz.make_mesh()))
@@ -113,7 +141,7 @@ import sys, torch
 from pathlib import Path
 from fzero.runtime import kernels
 from fzero.runtime.cache import Cache
-cache = Cache(Path({str(folder)!r}))
+cache = Cache(Path({str(warm)!r}))
 for path in cache.folder.iterdir():
     kernels.function_of("any", cache.read(path.stem).text, kernels.load_library(path), [])
 print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx", "sympy"}} & set(sys.modules)))
@@ -121,26 +149,14 @@ print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx",
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"  # what makes a start fast and small: loading needs nothing of the compiler
 
-    entries[0].write_bytes(entries[0].read_bytes()[:-100])
-    seen.clear()
+    entry, seen = Cache(warm).path(key_of(functions()["literal"])), []
+    entry.write_bytes(entry.read_bytes()[:-100])
+    monkeypatch.setattr(worker, "compile_jobs", functools.partial(ready_compile_jobs, cold[0]))
     with caplog.at_level(logging.INFO, "fzero"):
         check(building.build(functions(), "inductor", fz.make_mesh(), lambda *what: seen.append(what)))
-    assert len(seen) == 1 and any(f"{entries[0]} is damaged" in r.message for r in caplog.records)
+    assert seen == [(1, 1, "literal")] and any(f"{entry} is damaged" in r.message for r in caplog.records)
     assert all(r.levelno <= logging.INFO for r in caplog.records)
-    assert len(list(folder.glob("*.so"))) == 3
-
-
-def test_libraries_loaded_again_keep_their_own_kernels(folder):
-    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
-    several_, literal_ = functions()["several"], functions()["literal"]
-    for one in (several_, literal_):  # a library each
-        building.build({"f": one}, "inductor", fz.make_mesh())
-    paths = sorted(folder.glob("*.so"))
-    first = [kernels.load_library(p) for p in paths]
-    again = [kernels.load_library(p) for p in paths]
-    assert len(paths) == 2 and len({id(m) for m in first + again}) == 4
-    for before, after in zip(first, again, strict=True):
-        assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+    assert len(list(warm.glob("*.so"))) == 4
 
 
 MEETING = """
@@ -159,12 +175,34 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 """Returns once the same kernel has begun in another thread."""
 
 
+def library(path: Path, *made: kernels.Kernel) -> Path:
+    path.write_bytes(worker._compile_cpp(kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
+    return path
+
+
 @pytest.fixture(scope="module")
-def meet(tmp_path_factory) -> Any:
-    kernel = kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t"))
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    path.write_bytes(worker._compile_cpp(kernels.library_source([kernel]), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
-    return kernels.load_library(path).kernel_0  # type: ignore[attr-defined]
+def meeting(tmp_path_factory) -> Path:
+    return library(tmp_path_factory.mktemp("kernels") / "kernels.so", kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")))
+
+
+@pytest.fixture
+def meet(meeting) -> Any:
+    return kernels.load_library(meeting).kernel_0  # type: ignore[attr-defined]
+
+
+def test_libraries_loaded_again_keep_their_own_kernels(meeting, tmp_path):
+    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
+    kernel = 'extern "C" void kernel(int64_t* x) { *x += %d; }'
+    paths = meeting, library(tmp_path / "kernels.so", *(kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
+    first = [kernels.load_library(p) for p in paths]
+    again = [kernels.load_library(p) for p in paths]
+    assert len({id(m) for m in first + again}) == 4
+    for before, after in zip(first, again, strict=True):
+        assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+    x = torch.zeros(1, dtype=torch.int64)
+    for module in (first[1], again[1]):
+        module.kernel_0(x), module.kernel_1(x)  # type: ignore[attr-defined]
+    assert x.item() == 22
 
 
 def test_kernels_of_two_threads_run_at_once(meet):
@@ -188,14 +226,16 @@ def test_what_fails_in_a_kernel_or_before_it_is_an_exception(meet):
     assert one.item() == 0  # it did not begin
 
 
-def test_without_a_cache_every_build_compiles_and_says_so(tmp_path, monkeypatch, caplog):
+def test_without_a_cache_every_build_compiles_and_says_so(cold, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FZERO_CACHE", "off")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(worker, "compile_jobs", functools.partial(ready_compile_jobs, cold[0]))
     one = {"literal": functions()["literal"]}
-    with caplog.at_level(logging.INFO, "fzero"):
-        run = building.build(one, "inductor", fz.make_mesh())["literal"]
-    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
-    assert any(r.message.startswith("compiled 1 of 1: literal, ") for r in caplog.records)
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "fzero"):
+            run = building.build(one, "inductor", fz.make_mesh())["literal"]
+        torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    assert sum(r.message.startswith("compiled 1 of 1: literal, ") for r in caplog.records) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -212,48 +252,54 @@ def compile_failing(*args: Any) -> Any:
     raise FzeroError("fzero.compile: no such luck")
 
 
-def build_on_rank(cache: str, failing: bool = False, absent: bool = False) -> list[str]:
-    os.environ["FZERO_CACHE"] = cache
+def build_on_rank(folder: Path, compile_by: Sequence[Any], absent: bool = False) -> list[str]:
+    os.environ["FZERO_CACHE"] = str(folder)
     compiled: list[str] = []
-    mesh = fz.make_mesh(data=-1, timeout=4 if absent else 240)
-    if absent and mesh.rank == 1:
-        time.sleep(8)
-        return compiled
-    kept = worker.compile_jobs
+    mesh = fz.make_mesh(data=-1, timeout=2 if absent else 240)
+    kept, worker.compile_jobs = worker.compile_jobs, compile_by[mesh.rank]
     try:
-        if failing:
-            worker.compile_jobs = compile_failing if mesh.rank == 1 else fake_compile_jobs
-        check(building.build(functions(), "inductor", mesh, lambda done, total, name: compiled.append(name)))
+        with ending(folder, last=absent and mesh.rank == 1):
+            if not absent or mesh.rank == 0:
+                check(building.build(functions(), "inductor", mesh, lambda done, total, name: compiled.append(name)))
     finally:
         worker.compile_jobs = kept
     return compiled
 
 
-def test_two_ranks_compile_each_function_once_between_them(run_ranks, tmp_path):
-    first, second = run_ranks(2, build_on_rank, str(tmp_path), timeout=280)
+def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_path):
+    compile_by = [functools.partial(ready_compile_jobs, cold[0])] * 2
+    first, second = run_ranks(2, build_on_rank, tmp_path, compile_by)
     assert sorted(first + second) == ["into", "literal", "several"] and first and second
     assert len(list((tmp_path / "functions").glob("*.so"))) == 3
-    assert run_ranks(2, build_on_rank, str(tmp_path)) == [[], []]
+    assert run_ranks(2, build_on_rank, tmp_path, [compile_failing] * 2) == [[], []]
 
 
 def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):
-    waiting, failed = run_ranks(2, build_on_rank, str(tmp_path), failing=True, timeout=280, expect_error=True)
+    waiting, failed = run_ranks(2, build_on_rank, tmp_path, [fake_compile_jobs, compile_failing], expect_error=True)
     assert failed.type == "FzeroError"
     assert waiting.type == "DivergenceError" and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message and "FZERO_CACHE=off" in waiting.message
 
 
 def test_a_rank_that_does_not_come_is_named(run_ranks, tmp_path):
-    waiting, _ = run_ranks(2, build_on_rank, str(tmp_path), absent=True, expect_error=True)
-    assert waiting.type == "DivergenceError" and "rank 1 did not deliver in 4 s" in waiting.message
+    waiting, _ = run_ranks(2, build_on_rank, tmp_path, [fake_compile_jobs] * 2, absent=True, expect_error=True)
+    assert waiting.type == "DivergenceError" and "rank 1 did not deliver in 2 s" in waiting.message
 
 
-def test_the_compilers_words_are_shown(folder):
+def test_the_compilers_words_are_shown(folder, monkeypatch):
+    """Those of the second try, which leaves it to Inductor what the CPU has."""
     import torch._inductor.config as config
 
+    ask, tries = worker._ask, []
+
+    def second(*args: Any, trust_cpu: bool) -> dict[str, Any]:
+        tries.append(trust_cpu)
+        return {"failed": "an instruction that the assembler does not know"} if trust_cpu else ask(*args, trust_cpu=False)
+
+    monkeypatch.setattr(worker, "_ask", second)
     one = {"literal": functions()["literal"]}
     with config.patch({"cpp.cxx": (sys.executable,)}), pytest.raises(FzeroError) as error:  # which is no C++ compiler
         building.build(one, "inductor", fz.make_mesh())
-    assert "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
+    assert tries == [True, False] and "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
 
 
 def test_a_function_that_is_not_plain_is_compiled_by_inductor_itself(folder, monkeypatch, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 
 import pytest
 import torch
@@ -53,10 +54,17 @@ def on_ranks(path):
     return device.to_json(), said
 
 
-def test_ranks_measure_together_and_keep_one_file(run_ranks, tmp_path):
-    (first, said), (second, _) = run_ranks(2, on_ranks, str(tmp_path), timeout=240)
-    assert first == second == (tmp_path / "calibration.json").read_text().strip()
-    assert [p.name for p in tmp_path.glob("*calibration*")] == ["calibration.json"]
+@pytest.fixture(scope="module")
+def together(pool, tmp_path_factory):
+    """The folder of a cache that two ranks measured into, compiling the function whose calls they time, and what they returned."""
+    path = tmp_path_factory.mktemp("together")
+    return path, pool.run(2, on_ranks, str(path), timeout=240)
+
+
+def test_ranks_measure_together_and_keep_one_file(together):
+    path, ((first, said), (second, _)) = together
+    assert first == second == (path / "calibration.json").read_text().strip()
+    assert [p.name for p in path.glob("*calibration*")] == ["calibration.json"]
     device = Device.from_json(first)
     plausible(device)
     assert device.links["intra"] != KNOWN["cpu"].links["intra"]
@@ -64,7 +72,8 @@ def test_ranks_measure_together_and_keep_one_file(run_ranks, tmp_path):
     assert "links" in said and "products in float32" in said
 
 
-def test_one_process_starts_the_others(folder, monkeypatch):
+def test_one_process_starts_the_others(together, folder, monkeypatch):
+    shutil.copytree(together[0] / "functions", folder / "functions")
     monkeypatch.setattr(module, "_places", lambda device_type: 2)
     device = calibrate(seconds=0.1)
     plausible(device)

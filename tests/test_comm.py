@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pool import RaisedOnRank
+from pool import RaisedOnRank, ending
 
 import fzero as fz
-from fzero.comm import shared
 from fzero.comm.collectives import ProcessGroups, merged
 from fzero.comm.shared import SharedMemory, ranks_along
 from fzero.comm.transport import transport
@@ -129,37 +130,38 @@ def test_a_rank_that_leaves_is_named_at_once(run_ranks: Any) -> None:
     assert time.monotonic() - start < 25
 
 
-def never_comes() -> None:
+def never_comes(folder: str) -> None:
     mesh = fz.make_mesh(data=2, timeout=2)
     carrier = transport(mesh)
     memory = carrier.pool(1024)
-    if mesh.rank == 0:
-        carrier.begin(memory)
-    else:
-        time.sleep(4)
+    with ending(folder, last=mesh.rank == 1):
+        if mesh.rank == 0:
+            carrier.begin(memory)
 
 
-def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
-    first, _ = run_ranks(2, never_comes, expect_error=True)
+def test_a_rank_that_does_not_come_is_named(run_ranks: Any, tmp_path: Path) -> None:
+    first, _ = run_ranks(2, never_comes, str(tmp_path), expect_error=True)
     assert isinstance(first, RaisedOnRank) and "rank 1 did not come in 2 s" in first.traceback
 
 
 def cannot_reach(broken: int) -> tuple[str, float]:
     """Trains a step on ranks of which one cannot send its counters. What moved the data, and the loss."""
-    meet = shared._meet
+    send_fds = socket.send_fds
 
     def fails(*args: Any) -> Any:
         if int(os.environ["RANK"]) == broken:
             raise PermissionError("no counters for this process")
-        return meet(*args)
+        return send_fds(*args)
 
-    shared._meet = fails
+    socket.send_fds = fails
+    started = time.monotonic()
     try:
-        mesh = fz.make_mesh(data=-1, timeout=10)
+        mesh = fz.make_mesh(data=-1, timeout=60)
         train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
         _, metrics = train(train.init({"w": torch.arange(6.0).view(3, 2)}), torch.ones(4, 3) + mesh.rank)
     finally:
-        shared._meet = meet
+        socket.send_fds = send_fds
+    assert time.monotonic() - started < 25, "nobody waits for what does not come"
     return type(transport(mesh)).__name__, float(metrics["loss"])
 
 

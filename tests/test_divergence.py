@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pool import ending
 
 import fzero as fz
 from fzero import optim
@@ -105,47 +108,45 @@ def _runs_alike(changes: dict[str, Any]) -> None:
     train(train.init(params), batch)
 
 
-def _absent(rank: int, size: int) -> float:
+def _absent(rank: int, size: int, folder: str) -> float:
     mesh = fz.make_mesh(data=size, timeout=2)
     step, params, batch = parts()
     train = fz.compile(step, mesh, backend="eager")
     state = train.init(params)
     started = time.monotonic()
-    if mesh.rank != rank:
-        try:
-            train(state, batch)
-        except fz.errors.DivergenceError:
-            assert 1 < time.monotonic() - started < SECONDS
-            raise
-    time.sleep(4)  # it lives, but does something else
+    with ending(folder, last=mesh.rank == rank, others=size - 1):  # it lives, but does something else
+        if mesh.rank != rank:
+            try:
+                train(state, batch)
+            except fz.errors.DivergenceError:
+                assert 1 < time.monotonic() - started < SECONDS
+                raise
     return 0.0
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3)])
-def test_one_rank_never_calls(run_ranks: Any, rank: int, size: int) -> None:
-    ranks = run_ranks(size, _absent, rank, size, expect_error=True, timeout=60)
+def test_one_rank_never_calls(run_ranks: Any, tmp_path: Path, rank: int, size: int) -> None:
+    ranks = run_ranks(size, _absent, rank, size, str(tmp_path), expect_error=True, timeout=60)
     assert ranks[rank].type is None
     for other in (r for i, r in enumerate(ranks) if i != rank):
         assert other.type == "DivergenceError" and f"rank {rank} did not come in 2 s" in other.message, other
         assert other.message.splitlines()[-1].startswith("Fix: ")
 
 
-def _never_joins(rank: int) -> None:
-    import os
-
-    if int(os.environ["RANK"]) == rank:
-        time.sleep(4)
-        return
-    started = time.monotonic()
-    try:
-        fz.make_mesh(data=2, timeout=2)
-    finally:
-        assert time.monotonic() - started < SECONDS
+def _never_joins(rank: int, folder: str) -> None:
+    absent, started = int(os.environ["RANK"]) == rank, time.monotonic()
+    with ending(folder, last=absent):
+        if absent:
+            return
+        try:
+            fz.make_mesh(data=2, timeout=2)
+        finally:
+            assert time.monotonic() - started < SECONDS
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_never_joins_the_mesh(run_ranks: Any, rank: int) -> None:
-    other = run_ranks(2, _never_joins, rank, expect_error=True, timeout=60)[1 - rank]
+def test_one_rank_never_joins_the_mesh(run_ranks: Any, tmp_path: Path, rank: int) -> None:
+    other = run_ranks(2, _never_joins, rank, str(tmp_path), expect_error=True, timeout=60)[1 - rank]
     assert other.type == "DivergenceError" and f"rank {rank} did not come in 2 s" in other.message, other
     assert other.message.splitlines()[-1].startswith("Fix: ")
 

@@ -1,58 +1,28 @@
-"""The example as a user runs it: a process, its flags, what it prints and leaves behind."""
+"""The example: its flags, what it prints and leaves behind, and how it goes on."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
+import importlib
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from scripts import ROOT, Script, fresh_modules, losses, records
 
 import fzero as fz
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "12", "--accumulate", "2", "--backend", "eager", "--dtype", "fp32")
+EXAMPLE = Script("train_gpt.py", TINY)
 KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
 
 
-def command(*flags: object, ranks: int = 0) -> list[str]:
-    """The example with tiny sizes, which `flags` may override; under torchrun when `ranks` is given."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    return [sys.executable, *launcher, SCRIPT, *TINY, *map(str, flags)]
-
-
-def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def example(*flags: object, ranks: int = 0, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240, env=environment())
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def records(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(path: Path) -> list[float]:
-    return [r["loss"] for r in records(path)]
-
-
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(pool, tmp_path_factory):
     """Eight steps without a pause on 2 ranks under ZeRO-3, with checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("straight")
-    done = example("--steps", 8, "--save-every", 4, "--out", folder / "out", "--json", folder / "log", ranks=2)
+    done = EXAMPLE.on(pool.run, "--steps", 8, "--save-every", 4, "--out", folder / "out", "--json", folder / "log", ranks=2)
     return folder, done.stdout
 
 
@@ -77,41 +47,38 @@ def test_what_a_run_prints_and_writes(straight):
     assert sorted(p.name for p in (folder / "out").iterdir()) == ["latest", "step-00000004", "step-00000008"]
 
 
-def test_resume_on_the_same_mesh_is_exact(straight, tmp_path):
+def test_resume_on_the_same_mesh_is_exact(run_ranks, straight, tmp_path):
     folder, _ = straight
     out = at_step_4(folder, tmp_path)
-    done = example("--steps", 8, "--save-every", 4, "--out", out, "--json", tmp_path / "log", "--resume", ranks=2)
+    done = EXAMPLE.on(run_ranks, "--steps", 8, "--save-every", 4, "--out", out, "--json", tmp_path / "log", "--resume", ranks=2)
     assert "resuming at step 4" in done.stdout
     assert losses(tmp_path / "log") == losses(folder / "log"), "to the last bit, and each step once"
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(0, 3), (3, 1)])
-def test_resume_on_another_mesh_and_stage(straight, tmp_path, ranks, zero):
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 3), (3, 1)])
+def test_resume_on_another_mesh_and_stage(run_ranks, straight, tmp_path, ranks, zero):
     folder, _ = straight
     out = at_step_4(folder, tmp_path)
-    example("--steps", 8, "--out", out, "--json", tmp_path / "log", "--resume", "--zero", zero, ranks=ranks)
+    EXAMPLE.on(run_ranks, "--steps", 8, "--out", out, "--json", tmp_path / "log", "--resume", "--zero", zero, ranks=ranks)
     assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log"), rel=1e-5)
 
 
-def test_resume_of_a_finished_run_only_samples(straight, tmp_path):
+def test_resume_of_a_finished_run_only_samples(run_ranks, straight, tmp_path):
     shutil.copytree(straight[0] / "out", tmp_path / "out")
-    done = example("--steps", 8, "--out", tmp_path / "out", "--resume")
+    done = EXAMPLE.on(run_ranks, "--steps", 8, "--out", tmp_path / "out", "--resume")
     assert "resuming at step 8" in done.stdout and "a sample:" in done.stdout and "step 8/8" not in done.stdout
 
 
-def test_printed_program(tmp_path):
-    done = example("--steps", 1, "--zero", 2, "--dtype", "bf16", "--print-program", "--out", tmp_path / "out", ranks=2)
+def test_printed_program(run_ranks, tmp_path):
+    done = EXAMPLE.on(run_ranks, "--steps", 1, "--zero", 2, "--dtype", "bf16", "--print-program", "--out", tmp_path / "out", ranks=2)
     assert "#   shard_grads(axis='data')" in done.stdout and "#   mixed_precision(compute='bf16', params='fp32', reduce='fp32')" in done.stdout
     assert done.stdout.count("reduce_scatter_start(") >= 3 and done.stdout.count("(step, params, opt_state, key, extras, batch):") == 1
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path, parse):
-    flags = [f for f in TINY if f not in ("--backend", "eager")]
+    script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()
-    env = {k: v for k, v in environment().items() if k != "CXX"} | {"PATH": str(tmp_path / "bin")}
-    run = [sys.executable, SCRIPT, *flags, "--layers", "1", "--steps", "1", "--out", str(tmp_path / "out")]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=240, env=env)
-    assert done.returncode == 0, done.stderr
+    done = script.process("--layers", 1, "--steps", 1, "--out", tmp_path / "out", PATH=str(tmp_path / "bin"), CXX="")
     assert done.stdout.startswith("note: there is no C++ compiler") and ", eager, " in done.stdout
     assert parse("--backend", "inductor").backend == "inductor"
     if fz.has_compiler():
@@ -121,14 +88,12 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path, parse):
 @pytest.fixture
 def parse(monkeypatch):
     """What the script makes of flags, in this process."""
-    spec = importlib.util.spec_from_file_location("console", ROOT / "examples" / "console.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    with fresh_modules():
+        console = importlib.import_module("console")
 
     def parse(*flags):
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, flags)])
-        return script.parse_args(None)
+        monkeypatch.setattr(sys, "argv", [EXAMPLE.name, *map(str, flags)])
+        return console.parse_args(None)
 
     return parse
 
@@ -155,54 +120,38 @@ def test_bad_flags(says, parse, capsys):
     assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_resume_without_a_checkpoint(tmp_path):
-    done = example("--resume", "--out", tmp_path / "never", code=2)
-    assert f"{tmp_path / 'never'} is not there" in done.stderr and "Fix: " in done.stderr and "Traceback" not in done.stderr
+def test_resume_without_a_checkpoint(run_ranks, tmp_path):
+    done = EXAMPLE.on(run_ranks, "--resume", "--out", tmp_path / "never", code=2)
+    assert f"{tmp_path / 'never'} is not there" in done.stderr and "Fix: " in done.stderr
     assert "step 1/" not in done.stdout
 
 
-def test_bad_flags_are_told_by_one_rank(tmp_path):
-    done = example("--batch", 6, "--accumulate", 2, "--out", tmp_path / "out", ranks=2, code=1)  # torchrun's own code for a failed rank
+def test_bad_flags_are_told_by_one_rank(run_ranks, tmp_path):
+    done = EXAMPLE.on(run_ranks, "--batch", 6, "--accumulate", 2, "--out", tmp_path / "out", ranks=2, code=2)
     assert done.stderr.count("--batch 6 is not a multiple of 4: 2 processes x --accumulate 2") == 1
 
 
-def test_resume_from_another_model(straight):
-    done = example("--steps", 8, "--out", straight[0] / "out", "--resume", "--width", 64, "--layers", 3, code=2)
-    assert "params.layers.2.qkv" in done.stderr and "params.head.vocab" in done.stderr and "Traceback" not in done.stderr
+def test_resume_from_another_model(run_ranks, straight):
+    done = EXAMPLE.on(run_ranks, "--steps", 8, "--out", straight[0] / "out", "--resume", "--width", 64, "--layers", 3, code=2)
+    assert "params.layers.2.qkv" in done.stderr and "params.head.vocab" in done.stderr
 
 
-def test_stop_on_nan(tmp_path):
-    done = example("--steps", 20, "--lr", 1e38, "--stop-on-nan", "--out", tmp_path / "out", code=2)
-    assert re.search(r"step \d+: loss .*, grad_norm .*: stopped", done.stderr) and "Traceback" not in done.stderr
+def test_stop_on_nan(run_ranks, tmp_path):
+    done = EXAMPLE.on(run_ranks, "--steps", 20, "--lr", 1e38, "--stop-on-nan", "--out", tmp_path / "out", code=2)
+    assert re.search(r"step \d+: loss .*, grad_norm .*: stopped", done.stderr)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_ctrl_c_saves_and_resumes(tmp_path, ranks):
-    """SIGINT to the whole process group, which is what a terminal sends."""
-    out = tmp_path / "out"
-    log = tmp_path / "log"
-    flags = ("--steps", 2000, "--out", out, "--json", log)
-    process = subprocess.Popen(
-        command(*flags, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    )
-    deadline = time.monotonic() + 120
-    while (not log.exists() or log.read_text().count("\n") < 3) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
-    stopped = re.search(r"^stopped at step (\d+); continue with --resume$", printed, re.MULTILINE)
-    assert stopped, printed + errors
+def test_ctrl_c_saves_and_resumes(run_ranks, tmp_path):
+    """On one process test_train_big.py has it."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    done = EXAMPLE.interrupted(log, "--steps", 2000, "--out", out, ranks=2)
+    stopped = re.search(r"^stopped at step (\d+); continue with --resume$", done.stdout, re.MULTILINE)
+    assert stopped, done.stdout + done.stderr
     step = int(stopped[1])
     assert len(losses(log)) == step
-    if not ranks:
-        assert process.returncode == 130 and errors == ""
-    assert 'train_gpt.py", line' not in errors, "torchrun tells of the signal; the ranks have nothing to tell"
-    with pytest.raises(ProcessLookupError):  # nobody is left of the group
-        os.killpg(process.pid, 0)
-    if not ranks:
-        example("--steps", step + 2, "--out", out, "--json", log, "--resume")
-        assert [r["step"] for r in records(log)] == list(range(1, step + 3))
+    assert 'train_gpt.py", line' not in done.stderr, "torchrun tells of the signal; the ranks have nothing to tell"
+    EXAMPLE.on(run_ranks, "--steps", step + 2, "--out", out, "--json", log, "--resume")
+    assert [r["step"] for r in records(log)] == list(range(1, step + 3))
 
 
 def test_the_readmes_tour_runs(tmp_path, monkeypatch, capsys):

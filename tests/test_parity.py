@@ -13,10 +13,10 @@ from models import MODELS, OPTIMIZERS, STAGES
 
 import fzero as fz
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 
 
-def transformed(step: Any, stage: int, accumulate: int = 1, remat: str | None = None, precision: dict[str, str] | None = None) -> Any:
+def transformed(step: Any, stage: int, accumulate: int = 1, remat: str | float | None = None, precision: dict[str, str] | None = None) -> Any:
     step = STAGES[stage](step)
     if accumulate > 1:
         step = fz.accumulate(step, accumulate)
@@ -105,13 +105,11 @@ def test_float64_leaves_no_room_for_chance(run_ranks):
             assert difference(got["state"].params, want["state"].params) < (1e-6 if case["model"] == "gpt" else 1e-12), case  # the gpt's head is in float32
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_inductor_equals_the_plain_step(run_ranks, num_ranks):
-    cases = [
-        {"model": "gpt", "optimizer": "clipped", "stage": 3, "accumulate": 2 // num_ranks, "remat": "min_cut", "backend": "inductor"}
-    ]  # blocks of one shape
-    want = plain("gpt", "clipped")
-    for (got,) in run_ranks(num_ranks, run_cases, cases, timeout=280):
+def test_inductor_equals_the_plain_step(run_ranks):
+    """Compiled functions agree on what passes between them, strides included: of what attention saves, say. One process: tests/test_offload.py."""
+    case = {"model": "gpt", "optimizer": "adamw", "stage": 3, "accumulate": 2, "remat": 0.5, "backend": "inductor"}
+    want = plain("gpt", "adamw")
+    for (got,) in run_ranks(2, run_cases, [case], timeout=280):
         assert difference(got["losses"], want["losses"]) < 1e-5
         assert difference(got["norms"], want["norms"]) < 1e-5
         assert difference(got["state"].params, want["state"].params) < 1e-5

@@ -165,7 +165,7 @@ def losses_and_params(model: str, transform: Any, steps: int = 3) -> Any:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_choice_gives_the_same_bits(model):
     want = losses_and_params(model, fz.remat("full"))
-    for policy in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, "none", "min_cut", "auto"):
+    for policy in (0.0, 0.3, 0.6, "none", "min_cut"):  # 1.0 is the program of "none", "auto" that of "min_cut"
         got = losses_and_params(model, fz.remat(policy))
         for a, b in zip(fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
             assert torch.equal(a, b), policy
@@ -180,21 +180,6 @@ def test_every_choice_gives_the_same_bits_on_two_ranks(run_ranks):
         for got in results[1:]:
             for a, b in zip(fz.tree.leaves(got), fz.tree.leaves(results[0]), strict=True):
                 assert torch.equal(a, b)
-
-
-def test_compiled_functions_agree_on_what_passes_between_them():
-    """Strides included: of what attention saves, say."""
-    step, data = fz.train_step(MODELS["gpt"].loss, optim.adamw(1e-2)), batches(2)
-    want: list[torch.Tensor] = []
-    for policy, backend in (("full", "eager"), (0.5, "inductor")):
-        train = fz.compile(fz.remat(step, policy), fz.make_mesh(), backend=backend)
-        state = train.init(MODELS["gpt"].init)
-        for i, batch in enumerate(data):
-            state, metrics = train(state, batch)
-            if backend == "eager":
-                want.append(metrics["loss"])
-            else:
-                torch.testing.assert_close(metrics["loss"], want[i], rtol=1e-5, atol=1e-6)
 
 
 # the head

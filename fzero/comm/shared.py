@@ -258,10 +258,14 @@ def _address(store: Any, key: str, rank: int, mesh: Mesh) -> bytes:
 
 
 def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
-    """Exchanges counters with the rank at the other end."""
+    """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would wait for what does not come."""
     ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    socket.send_fds(connection, [b"c"], [ours])
-    (theirs,) = _receive_fds(connection, 1, rank, timeout)
+    try:
+        socket.send_fds(connection, [b"c"], [ours])
+        (theirs,) = _receive_fds(connection, 1, rank, timeout)
+    except OSError:
+        _close([ours], [connection])
+        raise
     return _Peer(rank, connection, theirs, ours)
 
 
