@@ -19,7 +19,7 @@ from common import MODEL, Group, model_flags, passed_on, publish, script_flags, 
 
 LIMIT_MS = 5.0
 STAGES = {"zero0": "data_parallel", "zero1": "shard_opt_state", "zero2": "shard_grads", "zero3": "shard_params"}
-OTHER = ("cast", "take_shard", "take_part", "part_index", "num_valid", "accumulate", "assign")
+OTHER = ("cast", "take_shard", "take_part", "part_index", "num_valid", "draw_start", "accumulate", "assign")
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ def training(args: argparse.Namespace, width: int) -> tuple[Any, Callable[..., A
         return init_gpt(key, layers=layers_for(args.params, width), width=width)
 
     def loss_fn(params, batch):
-        return gpt(params, *batch, heads=width // HEAD)
+        return gpt(params, *batch, heads=width // HEAD)[0]
 
     off = fz.offload("nvme", ("opt_state", "params"), path=args.path)
     return fz.compose(fz.shard_params(axis="data"), fz.remat("full"), off)(fz.train_step(loss_fn, adamw)), init

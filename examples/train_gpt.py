@@ -54,17 +54,24 @@ def layer(p, x, heads):
 
 
 @fz.block
-def head(p, x, targets=None):
+def head(p, x, targets=None, smoothing=0.0, z_loss=0.0):
     logits = (norm(p["norm"], x) @ p["vocab"]).float()  # the loss is in fp32, whatever the model computes in
-    return logits if targets is None else F.cross_entropy(rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+    if targets is None:
+        return logits
+    logits, targets = rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)")
+    entropy = F.cross_entropy(logits, targets)
+    loss = F.cross_entropy(logits, targets, label_smoothing=smoothing) if smoothing else entropy
+    if z_loss:  # keeps the logits' normaliser near 1 (PaLM, Chowdhery et al. 2022)
+        loss = loss + z_loss * logits.logsumexp(-1).square().mean()
+    return loss, {"entropy": entropy, "accuracy": (logits.argmax(-1) == targets).float().mean()}
 
 
-def gpt(params, tokens, targets=None, *, heads):
-    """The logits of the next byte at every position; with targets, the mean cross entropy."""
+def gpt(params, tokens, targets=None, *, heads, **terms):
+    """The logits of the next byte at every position; with targets, the loss and metrics: means over bytes. `terms`: of the loss, as `head` takes them."""
     x = embed(params["embed"], tokens)
     for p in params["layers"]:
         x = layer(p, x, heads)
-    return head(params["head"], x, targets)
+    return head(params["head"], x, targets, **terms)
 
 
 def init_gpt(key, *, layers, width):
@@ -92,13 +99,13 @@ def training(args: argparse.Namespace):
         return init_gpt(key, layers=args.layers, width=args.width)
 
     def loss_fn(params, batch):
-        return gpt(params, *batch, heads=args.heads)
+        return gpt(params, *batch, heads=args.heads, smoothing=args.label_smoothing, z_loss=args.z_loss)
 
     schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
-    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
+    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2, state_dtype=args.state_dtype)
     zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
-    spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype))
-    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw))
+    spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype, params=args.params, rounding=args.rounding))
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw), has_aux=True)
     return fz.compose(spread, fz.accumulate(args.accumulate), fz.remat("min_cut"))(step), spread, init, schedule
 
 
@@ -115,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):
-        return fz.weighted(gpt(params, tokens, targets, heads=args.heads) * targets.numel(), targets.numel())  # a mean over all ranks
+        return fz.weighted(gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel())  # a mean over all ranks
 
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
@@ -142,7 +149,8 @@ def run(args: argparse.Namespace) -> None:
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rates = {"lr": float(schedule(index)), "tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "peak_bytes": peak}
-            report({"step": done, "loss": loss, "grad_norm": grad_norm, **rates})
+            means = {name: float(x) for name, x in metrics["aux"].items()}
+            report({"step": done, "loss": loss, "grad_norm": grad_norm, **means, **rates})
             if args.stop_on_nan and not metrics["finite"] and not metrics.get("skipped"):
                 raise fz.errors.FzeroValueError(
                     f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"

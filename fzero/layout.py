@@ -4,6 +4,11 @@ A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-pad
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
 number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
 
+[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that no
+*block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same numbers
+on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
+[num_blocks, 1]; a last dim of 1 says that its elements stand alone, so its shards are those of the other's blocks.
+
 The tensors of a state carry the `Leaf` they are part of (`place`, `leaf_of`), so that a checkpoint can be written, and
 an evaluation run, from the state alone.
 """
@@ -96,7 +101,7 @@ class Leaf:
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
-        return -(-self.numel // self.num_shards(mesh))
+        return shard_numel(self.shape, self.num_shards(mesh))
 
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes else self.shape
@@ -119,6 +124,25 @@ class Leaf:
     def __str__(self) -> str:
         dims = ", ".join(str(n) for n in self.shape)
         return f"{self.path} ({str(self.dtype).removeprefix('torch.')}[{dims}])"
+
+
+BLOCK = 256  # elements, see [Note: blocks]
+
+
+def granule(shape: Sequence[int]) -> int:
+    """What the number of elements of a shard of a leaf of this shape is a multiple of, see [Note: blocks]."""
+    return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
+
+
+def shard_numel(shape: Sequence[int], size: int) -> int:
+    """Elements of each of `size` shards of a leaf of this shape, with padding.
+
+    Example:
+        >>> shard_numel((10,), 4), shard_numel((64, 70), 4), shard_numel((64, 70), 1)
+        (3, 1280, 4480)
+    """
+    numel, unit = math.prod(shape), granule(shape)
+    return numel if size == 1 else -(-numel // (size * unit)) * unit
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it

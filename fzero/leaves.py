@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
+from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
 from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
@@ -32,7 +33,14 @@ def precision_of(step: Step | EvalStep) -> Precision:
     record = find(step.transforms, MixedPrecision)
     if record is None:
         return Precision()
-    return Precision(record.compute_dtype, record.reduce_dtype, record.output_dtype, record.where is not None, record.loss_scale)
+    return Precision(
+        compute=record.compute_dtype,
+        reduce=record.reduce_dtype,
+        outputs=record.output_dtype,
+        casts=record.where is not None,
+        loss_scale=record.loss_scale,
+        stochastic=record.rounding == "stochastic",
+    )
 
 
 def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
@@ -62,8 +70,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same) rests as
-    the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
+    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same, or that
+    of one number for each of its blocks) rests as the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
     mode = compat.FakeTensorMode()
     whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
@@ -103,9 +111,14 @@ def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
 
     def mirrored(leaf: Leaf) -> int | None:
         endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
-        return next((i for i in endings if i is not None and params.leaves[i].shape == leaf.shape), None)
+        return next((i for i in endings if i is not None and _alike(leaf.shape, params.leaves[i].shape)), None)
 
     return [mirrored(leaf) for leaf in leaves]
+
+
+def _alike(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block."""
+    return shape == param or (has_blocks(param) and shape == blocks_shape(param))
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:

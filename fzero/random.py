@@ -7,11 +7,12 @@ global batch a process or micro-batch serves: with M micro-batches, rank r gives
 there. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every rank;
 `replicated` sets it to 0, for noise that must be the same everywhere.
 
-[Note: two operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
+[Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
 `start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another shape
-and start (`sub_range`), so a rewrite can shard a draw without drawing the whole. Deriving a key is one node as well,
-`fzero::derive`. `DECOMPOSITIONS` expands both into pointwise operations for a compiler to fuse; run eagerly they work
-in place on blocks that stay in cache.
+and start (`sub_range`), so a rewrite can shard a draw without drawing the whole; `fzero::draw_from` is that operator with a
+start that is known when it runs (`from_start`), so that one function draws for every rank and every leaf. Deriving a key is one
+node as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a compiler to fuse; run eagerly they
+work in place on blocks that stay in cache.
 
 Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
 """
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.operators import define
 from fzero.tree import describe
 
 _MASK = 0xFFFFFFFF
@@ -218,6 +220,12 @@ def sub_range(args: Sequence[Any], lo: int, hi: int) -> tuple[Any, ...]:
     return key, [hi - lo], numel, start + lo, kind
 
 
+def from_start(args: Sequence[Any], start: Any, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Arguments of `DRAW_FROM` for as many elements as `shape` has of what `DRAW` draws with `args`, from element `start` on, a 0-dim int64 tensor."""
+    key, _, numel, _, kind = args
+    return key, start, list(shape), numel, kind
+
+
 def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> torch.Tensor:
     _check_key(where, key)
     shape = list(shape)
@@ -273,9 +281,10 @@ def _signed(word: Any) -> Any:
     return word - ((word >> 31) << 32)
 
 
-def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: int, kind: str) -> torch.Tensor:
+def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any, kind: str) -> torch.Tensor:
     cpu = key.device.type == "cpu"
-    k0, k1, part = key.tolist() if cpu else key.unbind()  # on an accelerator the key is not read back
+    k0, k1, part = key.tolist() if cpu else key.unbind()  # on an accelerator neither the key nor a start is read back
+    start = int(start) if cpu else start
     out = torch.empty(shape, dtype=_KINDS[kind], device=key.device)
     flat = out.view(-1)
     size = min(flat.numel(), _CPU_BLOCK * torch.get_num_threads() if cpu else _GPU_BLOCK)
@@ -302,7 +311,7 @@ def _finish_(kind: str, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor,
         out.mul_(spare.view(torch.float32).copy_(x1).mul_(math.pi * 2.0**-31).cos_())
 
 
-def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: int, kind: str) -> torch.Tensor:
+def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any, kind: str) -> torch.Tensor:
     count = torch.arange(math.prod(shape), device=key.device).reshape(shape) + (key[2] * numel + start)
     x0, x1 = _threefry(key[0], key[1], count & _MASK, count >> 32)
     if kind == "bits":
@@ -326,31 +335,27 @@ def _derive_pointwise(key: torch.Tensor, data: torch.Tensor, domain: int) -> tor
     return torch.stack([x0, x1, key[2].expand(data.shape)], dim=-1)
 
 
-def _define(name: str, schema: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
-    torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients
-    torch.library.register_fake(f"fzero::{name}", fake)
-    op = getattr(torch.ops.fzero, name).default
-
-    def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
-        rows = [[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
-        return torch.stack([op(*row) for row in rows]), 0
-
-    torch.library.register_vmap(f"fzero::{name}", batched)
-    return op
-
-
-DRAW: Any = _define(
+DRAW: Any = define(
     "draw",
     "(Tensor key, SymInt[] shape, SymInt numel, SymInt start, str kind) -> Tensor",
     _draw_eager,
     lambda key, shape, numel, start, kind: key.new_empty(shape, dtype=_KINDS[kind]),
 )
-DERIVE: Any = _define(
+DRAW_FROM: Any = define(
+    "draw_from",
+    "(Tensor key, Tensor start, SymInt[] shape, SymInt numel, str kind) -> Tensor",
+    lambda key, start, shape, numel, kind: _draw_eager(key, shape, numel, start, kind),
+    lambda key, start, shape, numel, kind: key.new_empty(shape, dtype=_KINDS[kind]),
+)
+DERIVE: Any = define(
     "derive",
     "(Tensor key, Tensor data, int domain) -> Tensor",
     _derive_eager,
     lambda key, data, domain: key.new_empty([*data.shape, 3]),
 )
-DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {DRAW: _draw_pointwise, DERIVE: _derive_pointwise}
-"""What the two operators compute, as functions of pointwise operations."""
+DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    DRAW: _draw_pointwise,
+    DRAW_FROM: lambda key, start, shape, numel, kind: _draw_pointwise(key, shape, numel, start, kind),
+    DERIVE: _derive_pointwise,
+}
+"""What the operators compute, as functions of pointwise operations."""

@@ -15,7 +15,7 @@ import fzero as fz
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "12", "--accumulate", "2", "--backend", "eager", "--dtype", "fp32")
 EXAMPLE = Script("train_gpt.py", TINY)
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"}
+KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ OFFLOADS = {
     "on device": lambda d: (fz.offload("nvme", BOTH, path=d, update_on="device"),),
     "half": lambda d: (fz.offload("nvme", "opt_state", path=d, fraction=0.5),),
     "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("nvme", BOTH, path=d)),
+    "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("nvme", BOTH, path=d)),
     "vertical": lambda d: (fz.accumulate(2, vertical=True), fz.offload("nvme", BOTH, path=d)),
 }
 

@@ -296,7 +296,7 @@ def test_a_trillion_parameters_on_a_thousand_devices():
     found = lowered.plan
     num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
     assert num_params == pytest.approx(1e12, rel=0.02)
-    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-6)
+    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-4)  # the shards of norms are padded to a block
     block = 2 * 12 * 25600**2  # bytes of a layer in bf16
     assert found.resting_bytes + 2 * block < found.peak_bytes < 12 * num_params
     assert found.channels["gather:data"].bytes == pytest.approx(2 * 2 * num_params, rel=0.02)

@@ -160,9 +160,9 @@ def update_skipped(patch):
 
 
 def clipping_lost(patch):
-    def unclipped(optimizer, grads, opt_state, params):
+    def unclipped(optimizer, grads, opt_state, params, key):
         updates, state = optim.adamw(1e-2).update(grads, opt_state[1], params)
-        return apply_updates(params, updates), (opt_state[0], state)
+        return apply_updates(params, updates, key), (opt_state[0], state)
 
     patch.setattr(base, "apply_optimizer", unclipped)
 
@@ -322,6 +322,16 @@ def test_bf16_is_within_its_tolerance_where_signs_flip(optimizer):
     step = fz.compose(fz.mixed_precision("bf16"), fz.accumulate(3))(fz.train_step(models.bare_loss, models.OPTIMIZERS[optimizer]()))
     found = check_equivalent(step, models.bare_init, models.batches(1)[0], fz.make_mesh(data=1))
     assert all(d.tolerance < 0.3 for d in found.differences if d.path.startswith("params['layers']") and d.path.endswith("[0]"))
+
+
+def test_fp16_is_within_its_tolerance_and_what_overflows_is_named():
+    """With parameters that are rounded at random, too; a step that is skipped is not the plain one, and the line is where its gradients are made."""
+    plain, batch, mesh = fz.train_step(models.bare_loss, models.OPTIMIZERS["adamw"]()), models.batches(1)[0], fz.make_mesh(data=1)
+    small, large = (fz.mixed_precision("fp16", params="bf16", loss_scale=fz.LossScale(initial=2.0**n)) for n in (10, 40))
+    assert check_equivalent(small(plain), models.bare_init, batch, mesh).equivalent
+    blame = check_equivalent(large(plain), models.bare_init, batch, mesh, steps=1, raises=False).blame
+    assert blame is not None and blame.line is not None
+    assert blame.transform.startswith("mixed_precision") and "d_out" in blame.line.text
 
 
 # --- what is not a transform's fault ---

@@ -21,6 +21,7 @@ from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, 
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
+from fzero.optim.rounding import stochastic_round
 from fzero.optim.schedules import (
     Schedule,
     constant,
@@ -74,6 +75,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "stochastic_round",
     "trace",
     "warmup_cosine",
     "warmup_decay_lr",

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, scalars
+from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.masking import Mask, resolve_mask
+from fzero.optim.quantized import POSITIVE, SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -19,6 +20,14 @@ class ScaleByAdamState(NamedTuple):
     nu: Tree  # like mu: running mean of squared gradients
 
 
+class QuantizedAdamState(NamedTuple):
+    count: torch.Tensor  # int64[], updates done
+    mu: Tree  # like params, int8 codes; float32 numbers of leaves with fewer than 4096 elements
+    nu: Tree  # like mu, uint8 codes
+    mu_scale: Tree  # float32[num_blocks, 1] for each leaf of codes, None for the others
+    nu_scale: Tree  # like mu_scale
+
+
 def adamw(
     lr: float | Schedule,
     b1: float = 0.9,
@@ -26,6 +35,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     mask: Mask | None = None,
+    state_dtype: str = "fp32",
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
@@ -38,8 +48,10 @@ def adamw(
         eps: greater than 0, for a gradient may be 0 (in the padding of a shard it always is).
         weight_decay: at least 0. Multiplied by the learning rate, as in torch.
         mask: which leaves decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
+        state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with fewer than 4096
+            elements (fzero/optim/quantized.py).
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes a parameter (16 for float64); 2.03 with `state_dtype="int8"`.
 
     Raises:
         FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is decay.
@@ -51,28 +63,39 @@ def adamw(
         >>> updates
         {'w': tensor([-0.1500, -0.0500])}
     """
-    return _adam("optim.adamw", lr, b1, b2, eps, weight_decay, mask)
+    return _adam("optim.adamw", lr, b1, b2, eps, weight_decay, mask, state_dtype=state_dtype)
 
 
-def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32") -> GradientTransformation:
     """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation: `chain(add_decayed_weights(l2), adam(lr))`."""
-    return _adam("optim.adam", lr, b1, b2, eps)
+    return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype)
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32") -> GradientTransformation:
     """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in `adamw`."""
-    return _adam("optim.scale_by_adam", 1.0, b1, b2, eps, sign=1)
+    return _adam("optim.scale_by_adam", 1.0, b1, b2, eps, sign=1, state_dtype=state_dtype)
 
 
 def _adam(
-    where: str, lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float = 0.0, mask: Mask | None = None, sign: int = -1
+    where: str,
+    lr: float | Schedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+    sign: int = -1,
+    state_dtype: str = "fp32",
 ) -> GradientTransformation:
     check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    reject(where, [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"])
 
-    def init(params: Tree) -> ScaleByAdamState:
-        return ScaleByAdamState(new_count(params), new_moment(where, params), new_moment(where, params))
+    def init(params: Tree) -> ScaleByAdamState | QuantizedAdamState:
+        if state_dtype == "fp32":
+            return ScaleByAdamState(new_count(params), new_moment(where, params), new_moment(where, params))
+        return QuantizedAdamState(new_count(params), *new_codes(where, params, (SIGNED, POSITIVE)))
 
-    def update(grads: Tree, state: ScaleByAdamState, params: Tree = None) -> tuple[Tree, ScaleByAdamState]:
+    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         count = state.count + 1
         t, size = count.to(torch.float64), sign * rate(lr, state.count)
         at = scalars(size / (1 - b1**t), (1 - b2**t).sqrt(), size * weight_decay)
@@ -89,7 +112,11 @@ def _adam(
         if weight_decay:
             need_params(where, grads, params)
             decaying = {"params": params, "mask": resolve_mask(where, mask, params)}
-        updates, mu, nu = leafwise(where, 3, leaf, grads=grads, mu=state.mu, nu=state.nu, **decaying)
-        return updates, ScaleByAdamState(count, mu, nu)
+        if state_dtype == "fp32":
+            updates, mu, nu = leafwise(where, 3, leaf, grads=grads, mu=state.mu, nu=state.nu, **decaying)
+            return updates, ScaleByAdamState(count, mu, nu)
+        coded = Coded((SIGNED, POSITIVE), (state.mu_scale, state.nu_scale))
+        updates, mu, nu = leafwise(where, 3, coded.around(leaf), grads=grads, mu=state.mu, nu=state.nu, **decaying)
+        return updates, QuantizedAdamState(count, mu, nu, *coded.scales())
 
     return GradientTransformation(init, update)

@@ -10,6 +10,7 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.optim.leaves import add_up, check_floating, leafwise, sum_of_squares
+from fzero.optim.rounding import stochastic_round
 from fzero.tree import Tree
 
 
@@ -78,12 +79,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def apply_updates(params: Tree, updates: Tree) -> Tree:
+def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) -> Tree:
     """`params + updates`, added in the wider of the two dtypes and rounded once to the parameter's.
 
     Args:
         params: any tree of floating-point tensors.
         updates: a tree of the same structure and shapes, any floating-point dtypes.
+        key: int64[3]; with it bfloat16 parameters are rounded stochastically (`stochastic_round`), as one draw over all leaves in their order.
 
     Raises:
         FzeroValueError: different structures or shapes.
@@ -92,7 +94,16 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
         {'w': tensor([1.5000, 0.0000])}
     """
-    return leafwise("optim.apply_updates", 1, lambda u, p: ((p + u).to(p.dtype),), updates=updates, params=params)[0]
+    sizes = [p.numel() for p in tree.leaves(params) if isinstance(p, torch.Tensor)]
+    starts = iter([sum(sizes[:i]) for i in range(len(sizes))])
+
+    def leaf(u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
+        start, new = next(starts), p + u
+        if key is None or p.dtype != torch.bfloat16 or new.dtype == torch.bfloat16:
+            return (new.to(p.dtype),)
+        return (stochastic_round(key, new.to(torch.float32), start=start, numel=sum(sizes)),)
+
+    return leafwise("optim.apply_updates", 1, leaf, updates=updates, params=params)[0]
 
 
 def global_norm(updates: Tree) -> torch.Tensor:

@@ -26,6 +26,8 @@ from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 
 DType = Callable[[Leaf], torch.dtype]
+ROUNDING_STREAM = 1 << 61
+"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is folded with t alone."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Precision:
         outputs: that what the caller gets of his own function is cast to; None: as it comes.
         casts: whether blocks cast their arguments to the dtype of their parameters.
         loss_scale: None: the loss is not scaled.
+        stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -45,6 +48,7 @@ class Precision:
     outputs: torch.dtype | None = None
     casts: bool = False
     loss_scale: LossScale | None = None
+    stochastic: bool = False
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
@@ -290,8 +294,8 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     return flat, Means(structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,))))
 
 
-def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got."""
+def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got. `key`: to round with."""
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
         raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
@@ -311,7 +315,7 @@ def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any) -> 
     ]
     if problems:
         raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
-    return apply_updates(params, updates), new
+    return apply_updates(params, updates, key), new
 
 
 def grad_name(leaf: Leaf) -> str:
@@ -370,7 +374,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
     scale_leaves = [leaf for leaf in t.extras.values() if leaf.role == "loss_scale"]
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    places = [("step", (), torch.int64)]
+    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     state = [*scale_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
     places += [(x.path, x.shape, x.dtype) for x in state]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *sums)]
@@ -379,6 +383,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         step = next(it)
+        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
         scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
@@ -394,13 +399,14 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
             scale = (1.0 if scale is None else scale) / scale_state.scale
         mean: dict[int, torch.Tensor] = {}
         for i in trained:
-            dtype = p[i].dtype if scaling is None else torch.promote_types(p[i].dtype, torch.float32)
+            dtype = torch.promote_types(g[i].dtype, p[i].dtype) if i in g else p[i].dtype
+            dtype = dtype if scaling is None else torch.promote_types(dtype, torch.float32)
             x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
             mean[i] = x if scale is None or i not in g else x * scale
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
         view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
-        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p))
+        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
         new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]

@@ -66,8 +66,11 @@ class _Guess:
         return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
 
     def _reduces(self, line: Line) -> bool:
-        """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a number."""
-        return line.op == "call" and any(a not in self.made and self.values[a].shape for a in line.args)
+        """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a number or a key."""
+        return line.op == "call" and any(a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args)
+
+    def _is_key(self, name: str) -> bool:
+        return name in self.program.leaves and self.program.leaves[name].role == "key"
 
     def _of_gradients(self, name: str) -> bool:
         """Whether a reduction reads nothing but gradients."""

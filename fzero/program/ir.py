@@ -9,7 +9,7 @@ Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, 
 partial may rest in a state, and only a `whole` or a `local` may be returned.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
-things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`,
+things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`, `draw_start`,
 `accumulate`, `add`, `assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
 micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Without a loop lines are repeated themselves (`repeats`), and `add`
 adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once, but for the
@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from fzero.layout import Leaf
+from fzero.layout import Leaf, shard_numel
 from fzero.mesh import AbstractMesh
 from fzero.program.record import Recorded
 
@@ -87,7 +87,7 @@ class Value:
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Shape of what a rank holds of it."""
-        return (-(-self.numel // mesh.axis_size(self.placement.axes)),) if self.placement.kind == "shard" else self.shape
+        return (shard_numel(self.shape, mesh.axis_size(self.placement.axes)),) if self.placement.kind == "shard" else self.shape
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

@@ -18,7 +18,7 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("all_gather_start", "reduce_scatter_start", "all_reduce_start", "wait", "cast", "take_shard", "take_part", "part_index", "num_valid"),
+        *("all_gather_start", "reduce_scatter_start", "all_reduce_start", "wait", "cast", "take_shard", "take_part", "part_index", "num_valid", "draw_start"),
         *("to_host_start", "to_device_start", "disk_read_start", "disk_write_start", "accumulate", "add", "assign", "buffer", "pool"),
         *("zeros", "guess", "redo"),
     }

@@ -2,9 +2,10 @@
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
+  blocks of 256           lie within shards: what is the same for a block, or made of it, is too (fzero/blocks.py)
   views                   are nothing: a flat shard has no shape to change
   full reductions         run on the shards and leave a summand each, which meet in an all_reduce
-  constants, random bits  are made shard by shard
+  constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
 Anything else on a sharded leaf is an error that names the operation and the leaf. What does not depend on a sharded leaf can always
 be made whole and cut.
 
@@ -22,9 +23,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero.blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, message
+from fzero.layout import shard_numel
 from fzero.program.record import Recorded
-from fzero.random import DRAW, sub_range
+from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 
 aten = torch.ops.aten
 
@@ -39,8 +42,13 @@ def cut(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-def num_valid(numel: int) -> torch.Tensor:
-    """Marker: how many elements of this rank's shard of a leaf of `numel` elements are not padding (0-dim int64)."""
+def num_valid(shape: Sequence[int]) -> torch.Tensor:
+    """Marker: how many elements of this rank's shard of a leaf of this shape are not padding (0-dim int64)."""
+    raise AssertionError("a marker is not executable")
+
+
+def draw_start(base: int, shape: Sequence[int], sharded: bool) -> torch.Tensor:
+    """Marker: where this rank's part of a leaf of this shape, or the whole leaf, begins in a draw of which the leaf begins at `base` (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
@@ -63,6 +71,7 @@ _POINTWISE = {
     aten.isfinite.default,
     aten.fill.Scalar,
     aten.copy.default,
+    aten.view.dtype,  # between dtypes of one size: any other changes the number of elements
 }
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default}
@@ -107,7 +116,7 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
         demand: for each output whether its shard is wanted (else it is wanted whole).
         size: number of shards.
         owner: who is sharded, for errors.
-        index: which shard is made. Only random draws need it: without it the function is the same for every rank.
+        index: which shard is made. Only random draws need it: without it the function is the same for every rank, and each draw starts where a marker says.
 
     Raises:
         FzeroTypeError: listing every operation that cannot run on shards, with its leaf.
@@ -149,11 +158,14 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
                 env[node, True].meta["shard"] = True
             continue
         for shard in sorted(want[node]):
-            if node.op == "get_attr" or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf)):
+            draws = node.target is DRAW and index is None
+            if not draws and (node.op == "get_attr" or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))):
                 if (node, False) not in env:
                     env[node, False] = graph.node_copy(node, lambda n: env[n, False])
                 if shard:
                     env[node, True] = _emit(graph, cut, (env[node, False],), _local(node, size))
+            elif draws:
+                env[node, shard] = _draw(graph, node, shard, env, size)
             else:
                 env[node, shard] = _make(graph, node, shard, leaf, env, size, index)
             if shard:
@@ -185,7 +197,7 @@ def _shardable(node: fx.Node) -> bool:
     """Whether a node's shard can be made from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
         return True
-    return _is_view(node) or _is_local(node)
+    return _is_view(node) or _is_local(node) or _is_blockwise(node)
 
 
 def _is_local(node: fx.Node) -> bool:
@@ -194,6 +206,15 @@ def _is_local(node: fx.Node) -> bool:
         return False
     sizes = {_numel(a) for a in node.all_input_nodes}
     return sizes <= {1, _numel(node)}
+
+
+def _is_blockwise(node: fx.Node) -> bool:
+    """Whether a node goes from the elements of a leaf that is cut between blocks to its blocks, or back."""
+    if node.target not in (BLOCK_MAX, BLOCK_EXPAND):
+        return False
+    elements, numbers = (node.all_input_nodes[0], node) if node.target is BLOCK_MAX else (node, node.all_input_nodes[0])
+    shape = elements.meta["val"].shape
+    return has_blocks(shape) and tuple(numbers.meta["val"].shape) == blocks_shape(shape)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -214,11 +235,11 @@ def _needs(
             return [(a, a in leaf) for a in args]
         problems[culprit.get(node, f"{node.target} on {leaf[node]}")] = None
         return []
-    if node.target in _FACTORY or (node.target is DRAW and index is not None):
+    if node.target in _FACTORY or node.target is DRAW:
         return [(a, False) for a in args]
     if node.target in _LIKE or node.target in _NEW:
         return [(a, a in leaf) for a in args]
-    if _is_view(node):
+    if _is_view(node) or _is_blockwise(node):
         return [(node.args[0], True)]  # type: ignore[list-item]
     if _is_local(node):
         return [(a, _numel(a) != 1) for a in args]
@@ -242,6 +263,8 @@ def _make(
         return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, False]), local, node.kwargs)
     if node.target in _LIKE or node.target in _NEW:
         return _constant(graph, node, [local.numel()], local)
+    if _is_blockwise(node):
+        return _emit(graph, node.target, (env[node.args[0], True], [local.numel()]), local)  # type: ignore[index]
     if _is_view(node):
         return env[node.args[0], True]  # type: ignore[index]
     if _is_local(node):
@@ -260,6 +283,14 @@ def _make(
     return _emit(graph, cut, (env[node, False],), local)
 
 
+def _draw(graph: fx.Graph, node: fx.Node, shard: bool, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:
+    """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all like it, on every rank."""
+    value = _local(node, size) if shard else node.meta["val"]
+    start = _emit(graph, draw_start, (node.args[3], tuple(node.meta["val"].shape), shard), torch.empty((), dtype=torch.int64, device="meta"))
+    args = from_start(node.args, start, value.shape)
+    return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, False), n)), value, node.kwargs)
+
+
 def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:
     """A full reduction over shards: padding is masked out, the summands of the ranks meet in an all_reduce."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -276,8 +307,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     if kind in ("any", "all"):
         x = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
         x = _emit(graph, aten._to_copy.default, (x,), torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"), {"dtype": torch.int32})
-    if _numel(source) % size:
-        x = _mask(graph, x, _numel(source), {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device)
+    if _numel(source) != size * _local(source, size).numel():
+        x = _mask(graph, x, source.meta["val"].shape, {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device)
     inner = {"max": aten.amax.default, "any": aten.amax.default, "min": aten.amin.default, "all": aten.amin.default}.get(kind, aten.sum.default)
     inner_dtype = torch.int32 if kind in ("any", "all") else dtype
     kwargs = {"dtype": dtype} if inner is aten.sum.default else {}
@@ -293,7 +324,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     return out if value.dim() == 0 else _emit(graph, aten.reshape.default, (out, list(value.shape)), value)
 
 
-def _mask(graph: fx.Graph, x: fx.Node, numel: int, fill: Any, device: Any) -> fx.Node:
+def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], fill: Any, device: Any) -> fx.Node:
     """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the zeros."""
     value = x.meta["val"]
     if fill == "lowest":
@@ -301,7 +332,7 @@ def _mask(graph: fx.Graph, x: fx.Node, numel: int, fill: Any, device: Any) -> fx
     elif fill == "highest":
         fill = math.inf if value.is_floating_point() else torch.iinfo(value.dtype).max
     integers = torch.empty(value.shape, dtype=torch.int64, device="meta")
-    valid = _emit(graph, num_valid, (numel,), torch.empty((), dtype=torch.int64, device="meta"))
+    valid = _emit(graph, num_valid, (tuple(shape),), torch.empty((), dtype=torch.int64, device="meta"))
     index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
     inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
     other = _emit(graph, aten.full.default, ([], fill), torch.empty((), dtype=value.dtype, device="meta"), {"dtype": value.dtype, "device": device})
@@ -323,4 +354,4 @@ def _local(node: fx.Node, size: int) -> torch.Tensor:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(-(-value.numel() // size), dtype=value.dtype, device="meta")
+    return torch.empty(shard_numel(value.shape, size), dtype=value.dtype, device="meta")

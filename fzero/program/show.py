@@ -122,7 +122,9 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case "part_index":
             code = f"part_index({_micro(line)})"
         case "num_valid":
-            code = f"num_valid({line.attrs['numel']}, axis={axis!r})"
+            code = f"num_valid({list(line.attrs['shape'])}, axis={axis!r})"
+        case "draw_start":
+            code = f"draw_start({line.attrs['base']}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({line.attrs['base']})"
         case "accumulate":
             code = f"accumulate({out[0]}, {args}{into})"
         case "add":

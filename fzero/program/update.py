@@ -19,16 +19,18 @@ import torch.fx as fx
 from fzero.layout import TIERS
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
-from fzero.program.propagate import all_reduce, cut, is_reduction, num_valid, propagate
+from fzero.program.propagate import all_reduce, cut, draw_start, is_reduction, num_valid, propagate
 from fzero.program.record import Recorded
 from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
+from fzero.random import DERIVE
 
 aten = torch.ops.aten
 
 Owner = tuple[int, int]
 """The number of a block, and of a tier in `TIERS`."""
 NOBODY: Owner = (-1, 0)
+_MARKERS = (all_reduce, cut, num_valid, draw_start)
 
 
 def cut_update(program: Program) -> Program:
@@ -156,7 +158,11 @@ class _Cutter:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
-                    self._line("num_valid", (), node, attrs={"numel": node.args[0], "axes": self.axes})
+                    self._line("num_valid", (), node, attrs={"shape": node.args[0], "axes": self.axes}, placement=Placement("local", self.axes))
+                elif node.target is draw_start:
+                    base, shape, sharded = node.args
+                    axes = self.axes if sharded else ()
+                    self._line("draw_start", (), node, {"base": base, "shape": shape, "axes": axes}, Placement("local", axes) if axes else WHOLE)
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
             for node in here:
                 if node.target is cut:
@@ -191,7 +197,7 @@ class _Cutter:
         return self.names(f"s_{self.num_scalars - 1}")
 
     def _is_scalar(self, node: fx.Node) -> bool:
-        return node.op in ("call_function", "get_attr") and not _is_leaf_value(node) and not _reduces(node) and node.target not in (all_reduce, num_valid, cut)
+        return node.op in ("call_function", "get_attr") and not _is_leaf_value(node) and not _reduces(node) and node.target not in _MARKERS
 
     def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
         inside, returned = set(nodes), set(self.outputs)
@@ -240,8 +246,6 @@ class _Cutter:
         self.name[node] = self._scalar_name(node)
         source = self.values.get(args[0]) if args else None
         shape = source.shape if source is not None else tuple(node.meta["val"].shape)
-        if op == "num_valid":
-            placement = Placement("local", self.axes)
         self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
@@ -300,8 +304,15 @@ def _numel(node: fx.Node) -> int:
 
 
 def _is_leaf_value(node: fx.Node) -> bool:
-    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar."""
-    return node.op in ("placeholder", "call_function") and (_numel(node) != 1 or "shard" in node.meta)
+    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar or a key."""
+    return node.op in ("placeholder", "call_function") and ("shard" in node.meta or not (_numel(node) == 1 or _is_key(node)))
+
+
+def _is_key(node: fx.Node) -> bool:
+    """Whether a node is a key of `fz.random`, or several: like a scalar it is made once, and read by all leaves."""
+    if node.op == "placeholder":
+        return node.meta["val"].dtype == torch.int64 and node.meta["val"].shape == (3,)
+    return node.target is DERIVE or (node.target is aten.select.int and _is_key(node.all_input_nodes[0]))
 
 
 def _reduces(node: fx.Node) -> bool:

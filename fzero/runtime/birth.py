@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat, tree
-from fzero.layout import Leaf, shard
+from fzero.layout import Leaf, granule, shard
 from fzero.mesh import Mesh
 from fzero.program.propagate import aten, constants_for_shapes, cut, propagate
 from fzero.program.record import Recorded, record
@@ -94,9 +94,9 @@ def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Collection
 
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
     """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
-    numel = leaf.shard_numel(mesh)
+    numel, unit = leaf.shard_numel(mesh), granule(leaf.shape)
     least = -(-numel * leaf.dtype.itemsize // PART)
-    return next((num for num in range(max(least, 1), 8 * least + 1) if numel % num == 0), 1)
+    return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
 
 
 def _parts(source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: int, indices: range) -> Iterator[torch.Tensor]:

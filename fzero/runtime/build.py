@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from fzero import compat
+from fzero import blocks, compat, random
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.program.device import on_device, on_host, substituted
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
-from fzero.random import DECOMPOSITIONS
 from fzero.runtime import inductor
 from fzero.runtime.execute import as_called
 
@@ -68,10 +67,14 @@ def build(
         if backend == "eager" or not _worth_compiling(graph):
             built[name] = as_called(function, into_buffers(graph, function.into).module().forward)
         else:
-            waiting.setdefault(device, {})[name] = function, substituted(graph, DECOMPOSITIONS)
+            waiting.setdefault(device, {})[name] = function, substituted(graph, _EXPANDED)
     for device in sorted(waiting, key=str):
         built |= inductor.compiled(waiting[device], mesh, device, progress)
     return {name: built[name] for name in functions}
+
+
+_EXPANDED = {**random.DECOMPOSITIONS, **blocks.DECOMPOSITIONS}
+"""Operators of our own, and what a compiler gets instead."""
 
 
 def _worth_compiling(graph: Recorded) -> bool:

@@ -55,6 +55,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "take_part": _take_part,
         "part_index": functools.partial(_part_index, mesh, batch_axes),
         "num_valid": functools.partial(_num_valid, mesh.device, part_of),
+        "draw_start": functools.partial(_draw_start, mesh.device, part_of),
         "accumulate": _accumulate,
         "add": _add,
         "assign": _assign,
@@ -133,12 +134,12 @@ def _zeros(device: torch.device, shape: Sequence[int], dtype: str) -> torch.Tens
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
-_Range = Callable[[int, str], tuple[int, int, int]]
+_Range = Callable[[tuple[int, ...], str], tuple[int, int, int]]
 
 
 def _take_shard(part_of: _Range, whole: torch.Tensor, axis: str) -> torch.Tensor:
     """This rank's flat shard: a view, or a padded copy on a rank whose part is not full."""
-    start, num, size = part_of(whole.numel(), axis)
+    start, num, size = part_of(tuple(whole.shape), axis)
     part = whole.reshape(-1).narrow(0, start, num)
     return part if num == size else torch.nn.functional.pad(part, (0, size - num))
 
@@ -153,13 +154,17 @@ def _part_index(mesh: Mesh, axes: tuple[str, ...], micro: int = 0, count: int = 
     return torch.full((), index * count + micro, dtype=torch.int64, device=mesh.device)
 
 
-def _num_valid(device: torch.device, part_of: _Range, numel: int, axis: str) -> torch.Tensor:
-    return torch.full((), part_of(numel, axis)[1], dtype=torch.int64, device=device)
+def _num_valid(device: torch.device, part_of: _Range, shape: list[int], axis: str) -> torch.Tensor:
+    return torch.full((), part_of(tuple(shape), axis)[1], dtype=torch.int64, device=device)
 
 
-def _range(mesh: Mesh, numel: int, axis: str) -> tuple[int, int, int]:
+def _draw_start(device: torch.device, part_of: _Range, base: int, shape: Sequence[int] = (), axis: str = "") -> torch.Tensor:
+    return torch.full((), base + (part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=device)
+
+
+def _range(mesh: Mesh, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]:
     """Where this rank's part of a flat leaf begins, how many elements it has, and how many with its padding."""
-    leaf = Leaf("", "", (numel,), Layout(torch.float32, (axis,)))
+    leaf = Leaf("", "", shape, Layout(torch.float32, (axis,)))
     start, stop = leaf.valid_range(mesh)
     return start, stop - start, leaf.shard_numel(mesh)
 

@@ -175,8 +175,7 @@ class _Placer:
     def _total(self, number: int, value: Value, span: Interval | None) -> None:
         """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
         region = self._region()
-        padding = self.mesh.axis_size(axes) if (axes := self.scattered.get(value.name, ())) else 1
-        self.slots[value.name] = region.add(-(-_numel(value.held(self.mesh)) // padding) * padding, value)
+        self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
         assert span is not None
         region.times.append((span[0], self._last(value.name)))
         self.into[number] = [self.slots[value.name]]
@@ -189,8 +188,7 @@ class _Placer:
             slot = self.slots.get(total)
             if slot is None:
                 region = self._region()
-                padding = self.mesh.axis_size(axes) if (axes := self.scattered.get(self._summed(value.name), ())) else 1
-                slot = region.add(-(-_numel(value.held(self.mesh)) // padding) * padding, value)
+                slot = region.add(self._padded(value, self.scattered.get(self._summed(value.name), ())), value)
                 region.times.append((self._make(total, slot), self._last(total)))
             self.slots[value.name] = self.slots[total] = slot
             parts.written(self._make(part, parts.add(_numel(value.held(self.mesh)), value)))
@@ -210,10 +208,14 @@ class _Placer:
             total = self.adds[total]
         return total
 
+    def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
+        """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
+        return layout.shard_numel(value.shape, size) * size if axes and (size := self.mesh.axis_size(axes)) else _numel(value.held(self.mesh))
+
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(-(-v.numel // self.mesh.axis_size(axes)) * self.mesh.axis_size(axes), v) for v in outs]
+        slots = [region.add(self._padded(v, axes), v) for v in outs]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
@@ -226,9 +228,9 @@ class _Placer:
 
     def _scatter(self, number: int, line: Line) -> None:
         axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
-        source, result, size = self._region(), self._region(), self.mesh.axis_size(axes)
+        source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, -(-self.values[a].numel // size) * size) for a in line.args]
+        wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.layout import padded
+from fzero.layout import padded, shard_numel
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays, turns
 from fzero.program.show import last_reads
@@ -167,7 +167,7 @@ class _Memory:
                     yield value.name, self.names[total]
             case "take_part":
                 yield line.out[0].name, self.names[line.args[0]]
-            case "take_shard" if self.values[line.args[0]].numel % self.program.mesh.axis_size(line.attrs["axes"]) == 0:
+            case "take_shard" if self._divides(self.values[line.args[0]], line.attrs["axes"]):
                 yield line.out[0].name, self.names[line.args[0]]
             case op if op in COPIES:
                 sources = [storage for a in copied(line) for storage in self.names[a]]
@@ -184,6 +184,11 @@ class _Memory:
             case _:
                 for k, value in enumerate(line.out):
                     yield value.name, (self._fresh(value, k, line),)
+
+    def _divides(self, whole: Value, axes: tuple[str, ...]) -> bool:
+        """Whether a leaf's shards have no padding: each is a view of the whole."""
+        size = self.program.mesh.axis_size(axes)
+        return shard_numel(whole.shape, size) * size == whole.numel
 
     def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
         """The storage of result `k` of a line that makes it anew."""

@@ -15,7 +15,6 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroError
-from fzero.layout import COMPUTE
 from fzero.lower import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.base import Weighted
@@ -146,7 +145,7 @@ def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Progr
 
 def _leaves(state: State, s: Setting) -> dict[str, torch.Tensor]:
     """Copies of what a program is given on this rank, by the names of its inputs."""
-    roots = (("params", state.params), ("opt_state", state.opt_state), (COMPUTE, state.extras.get("compute")), ("batch", s.batch))
+    roots = (("params", state.params), ("opt_state", state.opt_state), ("extras", state.extras), ("batch", s.batch))
     found = {"step": state.step, "key": state.key}
     for root, values in roots:
         found |= dict(zip(tree.paths(values, root), tree.leaves(values), strict=True))
@@ -164,7 +163,7 @@ def _reference(
     base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
     first = s.plain.first  # in whose dtypes the plain step goes on
     whole = first._replace(**{f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f)) for f in ("step", "params", "opt_state", "key")})
-    state = leaves_of(whole, {})
+    state = {**leaves, **leaves_of(whole, {})}  # what is not in a plain state, such as a loss scale, is whole on every rank
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     parts = []
     for i, batch in enumerate(batches):

@@ -73,9 +73,11 @@ class Interpreter:
                 here = self.mesh.index(self._axes) if self._axes else 0
                 return [torch.tensor(here * count + micro if self._part is None else self._part, device=self.mesh.device)]
             case "num_valid":
-                leaf = Leaf("", "", (line.attrs["numel"],), Layout(torch.float32, tuple(line.attrs["axes"])))
-                start, stop = leaf.valid_range(self.mesh)
+                start, stop = self._valid_range(line)
                 return [torch.tensor(stop - start, device=self.mesh.device)]
+            case "draw_start":
+                here = self._valid_range(line)[0] if line.attrs["axes"] else 0
+                return [torch.tensor(line.attrs["base"] + here, device=self.mesh.device)]
             case "accumulate":
                 return [self.values[line.out[0].name] + args[0] if turn else args[0].clone()]
             case "add":
@@ -84,6 +86,10 @@ class Interpreter:
                 self._write(line.writes, args[len(line.writes) :])
                 return ()
         raise AssertionError(f"a line that no program has when it is run: {line.op}")
+
+    def _valid_range(self, line: Line) -> tuple[int, int]:
+        """Which elements of the flattened leaf that a line is about are this rank's."""
+        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(self.mesh)
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def _function(self, name: str) -> Callable[..., Any]:

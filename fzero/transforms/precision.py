@@ -22,6 +22,7 @@ from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDINGS = ("stochastic", "nearest")
 AT_MINIMUM = ("warn", "raise")
 
 
@@ -30,6 +31,7 @@ class MixedPrecision(Transform):
     compute: str = "bf16"
     params: str = "fp32"
     reduce: str = "fp32"
+    rounding: str | None = None
     outputs: str | None = "fp32"
     loss_scale: LossScale | None = None
     loss_scale_at_minimum: str = "warn"
@@ -75,6 +77,8 @@ class MixedPrecision(Transform):
 
     def __str__(self) -> str:
         shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
+        if self.rounding is not None:
+            shown.append(f"rounding={self.rounding!r}")
         if self.outputs != "fp32":
             shown.append(f"outputs={self.outputs!r}")
         if self.loss_scale is not None:
@@ -93,12 +97,13 @@ def mixed_precision(
     *,
     params: str = "fp32",
     reduce: str = "fp32",
+    rounding: str | None = None,
     outputs: str | None = "fp32",
     loss_scale: str | float | LossScale | None = None,
     loss_scale_at_minimum: str = "warn",
     where: Where | None = None,
 ) -> Any:
-    """Computes in `compute`, with masters, moments and updates in `params`, and gradients reduced and accumulated in `reduce`.
+    """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
 
     The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast back.
     Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts itself
@@ -118,6 +123,9 @@ def mixed_precision(
         compute: "bf16", "fp16" or "fp32".
         params: dtype in which parameters rest. Optimizer state is float32.
         reduce: dtype in which gradients cross the wire and are accumulated.
+        rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there; see
+            `optim.stochastic_round`) or "nearest", which loses updates smaller than 1/512 of a parameter. What is drawn is a function of the state's key, the
+            step, and the element's place in the whole leaf: the same on every mesh and tier.
         outputs: dtype of the floating-point values that the caller gets of his own function: the loss and `aux` in the metrics, what an evaluation returns.
             None: as the function returns them; means in float32.
         loss_scale: "dynamic", which is the default where "fp16" is computed or reduced in; a `LossScale`; or a number, a scale that never moves.
@@ -129,12 +137,13 @@ def mixed_precision(
         as without it.
     Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow is found in the norm that is
         a metric anyway: nothing more is sent.
-    Memory: the masters are part of the optimizer's memory: with `shard_opt_state` and `shard_grads` they rest sharded and the whole
-        copy in `compute` (2 bytes a parameter) exists during the step only. A loss scale: 28 bytes.
+    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the optimizer's memory: with
+        `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute` (2 bytes a parameter) exists during the step only.
+        A loss scale: 28 bytes.
 
     Raises:
-        FzeroValueError: an unknown dtype; a loss scale that is not above 0, or one where nothing is in fp16: bf16 has the range of fp32; from
-            `compile`, a dtype that the device does not compute in, with those it does.
+        FzeroValueError: an unknown dtype or rounding; a rounding where parameters do not rest in bf16; a loss scale that is not above 0, or one where
+            nothing is in fp16: bf16 has the range of fp32; from `compile`, a dtype that the device does not compute in, with those it does.
         TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where` accepts one path and not another.
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
@@ -155,12 +164,16 @@ def mixed_precision(
     if not scaled and not problems:
         given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", loss_scale_at_minimum, "warn")]
         problems += [f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one" for what, x, default in given if x != default]
+    fixes = ["'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"] if problems else []
+    if unrounded := _not_a_rounding(rounding, params):
+        problems, fixes = problems + unrounded, [*fixes, 'rounding="stochastic" or "nearest", with params="bf16"']
     if problems:
-        fix = "'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"
-        raise FzeroValueError(message("mixed_precision", "this loss scale cannot work", problems, fix))
+        raise FzeroValueError(message("mixed_precision", "these arguments cannot work", problems, "; ".join(fixes)))
+    if params == "bf16":
+        rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
     found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
-    return applied(MixedPrecision(compute, params, reduce, outputs, found, loss_scale_at_minimum, where), step)
+    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where), step)
 
 
 def _not_a_scale(value: Any) -> list[str]:
@@ -169,3 +182,10 @@ def _not_a_scale(value: Any) -> list[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return [f"loss_scale={value!r}: neither 'dynamic', nor a number, nor a LossScale"]
     return [] if 0 < value < math.inf else [f"loss_scale={value!r}: a scale is above 0 and finite"]
+
+
+def _not_a_rounding(value: str | None, params: str) -> list[str]:
+    if value is None:
+        return []
+    problems = [] if value in ROUNDINGS else [f"rounding={value!r}: not one of {', '.join(map(repr, ROUNDINGS))}"]
+    return problems if params == "bf16" else [*problems, f"params={params!r}: nothing is rounded to bf16"]

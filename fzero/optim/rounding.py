@@ -1,0 +1,50 @@
+"""Stochastic rounding: parameters that rest in bfloat16 without fp32 masters.
+
+An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of it). Rounded to nearest it is
+lost, every time; rounded up or down with probabilities in proportion to the distances, the mean over steps is the update.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.errors import FzeroTypeError, message
+from fzero.random import DRAW
+from fzero.tree import describe
+
+_LOW = 1 << 16  # what bfloat16 drops of the bits of a float32
+
+
+def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    """`x` in bfloat16, each element one of its two neighbours there, with probabilities such that the mean is `x`.
+
+    What bfloat16 can hold stays as it is, and so do infinities and NaN. Beyond the largest number the neighbour is infinity.
+
+    Args:
+        key: int64[3]; what is drawn depends on it and on the element's place in `x`, see [Note: keys and parts] (fzero/random.py).
+        x: float32.
+        start, numel: draw as for the elements from `start` on of a tensor of `numel` elements.
+
+    Returns: bfloat16, of the shape of `x`.
+
+    Memory: 8 bytes an element for random words, and 12 for bits, run eagerly; compiled it is part of the kernel that makes `x`.
+
+    Raises:
+        FzeroTypeError: `x` is not float32.
+
+    Paper: Gupta et al., Deep learning with limited numerical precision, ICML 2015.
+
+    Example: 1 and 1.0078125 are neighbours; 1.001953125 is a quarter of the way.
+        >>> from fzero.random import key
+        >>> rounded = stochastic_round(key(0), torch.full((10_000,), 1.001953125))
+        >>> sorted(set(rounded.tolist())), round(float((rounded > 1).float().mean()), 2)
+        ([1.0, 1.0078125], 0.25)
+    """
+    if x.dtype != torch.float32:
+        raise FzeroTypeError(message("optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()"))
+    noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
+    bits = x.view(torch.int32)
+    low = bits & (_LOW - 1)
+    away = (low + noise) & _LOW  # from zero: the bits of a float are its sign and its magnitude
+    rounded = (bits - low + away).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)  # of NaN all bits may be low

@@ -1,0 +1,96 @@
+"""The loss terms of the example against their formulas, and the wrong answer that averaging means gives where fz.weighted is exact."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero import optim
+
+EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
+
+
+@pytest.fixture
+def train_gpt(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--layers=1", "--width=16", "--heads=2", "--zero=0", "--accumulate=1", "--dtype=fp32"])
+    import train_gpt
+
+    return train_gpt
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_the_examples_terms_are_their_formulas(train_gpt, smoothing, z_loss):
+    params, key = train_gpt.init_gpt(fz.random.key(0), layers=1, width=16), fz.random.key(1)
+    tokens = fz.random.bits(key, (2, 3, 9)) % train_gpt.VOCAB
+    loss, means = train_gpt.gpt(params, *tokens, heads=2, smoothing=smoothing, z_loss=z_loss)
+    logits = train_gpt.gpt(params, tokens[0], heads=2).double().flatten(0, 1)
+    target = F.one_hot(tokens[1].flatten(), train_gpt.VOCAB).double()
+    smooth = target * (1 - smoothing) + smoothing / train_gpt.VOCAB
+    normaliser = logits.exp().sum(-1).log()
+    want = (normaliser - (smooth * logits).sum(-1)).mean() + z_loss * (normaliser**2).mean()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    assert means["entropy"].item() == pytest.approx((normaliser - (target * logits).sum(-1)).mean().item(), rel=1e-5)
+    assert means["accuracy"].item() == pytest.approx((logits.argmax(-1) == tokens[1].flatten()).double().mean().item())
+
+
+def test_the_examples_flags_reach_the_step(train_gpt, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--label-smoothing=0.1", "--z-loss=1e-3", "--params=bf16", "--rounding=nearest", "--state-dtype=int8"])
+    import console
+
+    args = console.parse_args(None)
+    step, _, init, _ = train_gpt.training(args)
+    assert "rounding='nearest'" in str(step.transforms)
+    batch = fz.random.bits(fz.random.key(1), (2, 4, 16)) % train_gpt.VOCAB
+    params = init(fz.random.key(0))
+    _, metrics = step(step.init(params), tuple(batch))
+    want, _ = train_gpt.gpt(params, *batch, heads=2, smoothing=0.1, z_loss=1e-3)
+    assert metrics["loss"].item() == pytest.approx(want.item(), rel=1e-6) and metrics["loss"] > metrics["aux"]["entropy"]
+    assert any(x.dtype == torch.uint8 for x in fz.tree.leaves(step.init(params).opt_state))
+
+
+def ragged(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the losses of tokens that are not padding, their number, and how many of them are below 1."""
+    losses = (batch["x"] @ params["w"] - 1).square() * batch["real"]
+    return losses.sum(), batch["real"].sum(), ((losses < 1) & batch["real"]).sum().float()
+
+
+def by_means(params: Any, batch: Any) -> Any:
+    total, count, low = ragged(params, batch)
+    return total / count, {"low": low / count}
+
+
+def weighted(params: Any, batch: Any) -> Any:
+    total, count, low = ragged(params, batch)
+    return fz.weighted(total, count), {"low": fz.weighted(low, count)}
+
+
+def test_means_of_ragged_micro_batches_are_wrong_and_weighted_ones_exact():
+    """Gradients, loss and metrics against float64 over all tokens; rows have 1 to 12 of them."""
+    lengths = torch.tensor([12, 1, 2, 1, 9, 1, 1, 3])
+    batch = {"x": fz.random.normal(fz.random.key(0), (8, 12, 5)) * lengths[:, None, None] ** 0.5, "real": torch.arange(12) < lengths[:, None]}
+    w = fz.random.normal(fz.random.key(1), (5,))
+    exact = w.double().requires_grad_()
+    total, count, low = ragged({"w": exact}, {**batch, "x": batch["x"].double()})
+    loss, (grad,) = (total / count).item(), torch.autograd.grad(total / count, exact)
+
+    def errors(loss_fn: Any, num: int) -> dict[str, float]:
+        train = fz.compile(fz.accumulate(fz.train_step(loss_fn, optim.sgd(1.0), has_aux=True), num), fz.make_mesh(), backend="eager")
+        state, metrics = train(train.init({"w": w}), batch)
+        update = (w - state.params["w"]).double()
+        return {
+            "loss": abs(float(metrics["loss"]) / loss - 1),
+            "gradient": float((update - grad).norm() / grad.norm()),
+            "low": abs(float(metrics["aux"]["low"]) - float(low / count)),
+        }
+
+    for num in (1, 2, 4, 8):
+        assert max(errors(weighted, num).values()) < 1e-5, num
+    assert max(errors(by_means, 1).values()) < 1e-5
+    assert min(errors(by_means, 8).values()) > 0.05  # not rounding: another loss
