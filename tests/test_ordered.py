@@ -40,9 +40,7 @@ def test_values_are_those_of_index_put() -> None:
     ]
     for indices, values in cases:
         places = tuple(torch.arange(n)[:, None, None] if k is None else k for k, n in zip(indices, x.shape, strict=False))
-        want = x.double().index_put(
-            tuple(torch.arange(n)[:, None, None] if k is None else k for k, n in zip(indices, x.shape, strict=False)), values.double(), accumulate=True
-        )
+        want = x.double().index_put(places, values.double(), accumulate=True)
         torch.testing.assert_close(add_at(x, indices, values).double(), want, rtol=1e-6, atol=1e-6)
     put = IN_ORDER[aten.index_put.default]
     assert torch.equal(put(x, [i], drawn(3, 2, 4, 6), False), aten.index_put(x, [i], drawn(3, 2, 4, 6)))
@@ -87,4 +85,4 @@ def test_a_step_is_the_same_bits_every_time(backend: str) -> None:
 def test_the_setting_is_as_it_was() -> None:
     add_at(torch.zeros(2, 2), [torch.tensor([0]), torch.tensor([1])], torch.ones(1))
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
