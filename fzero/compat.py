@@ -86,6 +86,21 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
 
 
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is the process's."""
+    from torch.utils import deterministic
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False  # type: ignore[attr-defined]
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
 def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
     """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function takes 59.
 

@@ -313,3 +313,10 @@ def test_a_failing_fake_operation_is_quiet(caplog):
     with compat.FakeTensorMode(), compat.quiet_fake_tensors(), pytest.raises(RuntimeError):
         torch.ones(2, 3) @ torch.ones(4, 5)
     assert not caplog.records
+
+
+def test_sums_in_order_leave_the_setting_as_it_was() -> None:
+    """`torch._C._set_deterministic_algorithms` makes `index_put(accumulate=True)` on the CPU one thread's, and does not import Inductor."""
+    with compat.in_order():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,88 @@
+"""Sums at indices: the values that PyTorch's operators give, and the same bits every time, with as many threads as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.program.ordered import IN_ORDER, add_at
+
+aten = torch.ops.aten
+ROWS, TOKENS, WIDTH = 3, 4096, 64  # few rows and many tokens: threads meet at every one of them
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return fz.random.normal(fz.random.key(3), shape)
+
+
+def test_values_are_those_of_index_put() -> None:
+    x, i, j = drawn(5, 4, 6), torch.tensor([[0, -1], [4, 0], [2, 2]]), torch.tensor([[1, 1], [1, 0], [3, -4]])
+    cases = [
+        ([i], drawn(3, 2, 4, 6)),
+        ([i], drawn(6)),  # broadcast
+        ([i, j], drawn(3, 2, 6)),
+        ([None, j], drawn(5, 3, 2, 6)),
+        ([torch.tensor([True, False, True, True, False])], drawn(3, 4, 6)),
+        ([torch.tensor(2)], drawn(4, 6)),
+        ([torch.empty(0, dtype=torch.int64)], drawn(0, 4, 6)),
+    ]
+    for indices, values in cases:
+        places = tuple(torch.arange(n)[:, None, None] if k is None else k for k, n in zip(indices, x.shape, strict=False))
+        want = x.double().index_put(places, values.double(), accumulate=True)
+        torch.testing.assert_close(add_at(x, indices, values).double(), want, rtol=1e-6, atol=1e-6)
+    put = IN_ORDER[aten.index_put.default]
+    assert torch.equal(put(x, [i], drawn(3, 2, 4, 6), False), aten.index_put(x, [i], drawn(3, 2, 4, 6)))
+
+
+@pytest.mark.parametrize("padding", [-1, 1])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_values_are_those_of_an_embeddings_gradient(padding: int, by_frequency: bool) -> None:
+    grad, tokens = drawn(7, 3, 8), torch.arange(21).reshape(7, 3) % 5
+    found = IN_ORDER[aten.embedding_dense_backward.default](grad, tokens, 6, padding, by_frequency)
+    torch.testing.assert_close(found, aten.embedding_dense_backward(grad, tokens, 6, padding, by_frequency))
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_same_bits_every_time() -> None:
+    x, values, tokens = torch.zeros(ROWS, WIDTH), drawn(TOKENS, WIDTH), torch.arange(TOKENS) % ROWS
+    pairs = [tokens, torch.arange(TOKENS) % 2]
+    for indices, source in (([tokens], values), (pairs, values[:, 0])):
+        first = add_at(x, indices, source)
+        assert all(torch.equal(add_at(x, indices, source), first) for _ in range(20))
+    one_by_one = x.clone()
+    for token, row in zip(tokens.tolist(), values, strict=True):
+        one_by_one[token] += row
+    assert torch.equal(add_at(x, [tokens], values), one_by_one)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_step_is_the_same_bits_every_time(backend: str) -> None:
+    def loss(params, tokens):
+        return (params["table"][tokens] @ params["out"]).square().mean()
+
+    params, tokens = {"table": drawn(ROWS, WIDTH), "out": drawn(WIDTH, 8)}, torch.arange(TOKENS).reshape(8, -1) % ROWS
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend=backend)
+    found = []
+    for _ in range(10):
+        state, _ = train(train.init(params), tokens)
+        found.append(state.params["table"])
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_the_setting_is_as_it_was() -> None:
+    add_at(torch.zeros(2, 2), [torch.tensor([0]), torch.tensor([1])], torch.ones(1))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
