@@ -48,9 +48,9 @@ class Script:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
         return [sys.executable, *launcher, str(EXAMPLES / self.name), *self.tiny, *map(str, flags)]
 
-    def process(self, *flags: object, ranks: int = 0, **env: str) -> Done:
+    def process(self, *flags: object, ranks: int = 0) -> Done:
         """A run to its good end, as a process."""
-        done = subprocess.run(self.command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240, env=environment() | env)
+        done = subprocess.run(self.command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240, env=environment())
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return Done(0, done.stdout, done.stderr)
 
@@ -68,9 +68,10 @@ class Script:
             os.killpg(process.pid, 0)
         return Done(process.returncode, printed, errors)
 
-    def on(self, run_ranks: Callable[..., Any], *flags: object, ranks: int = 1, code: int = 0) -> Done:
+    def on(self, run_ranks: Callable[..., Any], *flags: object, ranks: int = 1, code: int = 0, **env: str) -> Done:
         """A run on processes of the pool that ends with this code on every rank. An exception that the script lets pass fails the test."""
-        codes, printed, errors = zip(*run_ranks(ranks, as_main, self.name, [*self.tiny, *map(str, flags)], timeout=240), strict=True)
+        ended = run_ranks(ranks, as_main, self.name, [*self.tiny, *map(str, flags)], env, timeout=240)
+        codes, printed, errors = zip(*ended, strict=True)
         assert set(codes) == {code}, f"exit codes {codes}\n{printed}\n{errors}"
         return Done(code, "".join(printed), "".join(errors))
 
@@ -80,10 +81,11 @@ def environment() -> dict[str, str]:
     return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def as_main(name: str, flags: list[str]) -> Done:
-    """On this rank, what `python examples/NAME FLAGS` does."""
-    handler, argv, out, err = signal.getsignal(signal.SIGINT), sys.argv, io.StringIO(), io.StringIO()
+def as_main(name: str, flags: list[str], env: dict[str, str]) -> Done:
+    """On this rank, what `ENV python examples/NAME FLAGS` does."""
+    handler, argv, environ, out, err = signal.getsignal(signal.SIGINT), sys.argv, dict(os.environ), io.StringIO(), io.StringIO()
     sys.argv = [name, *flags]
+    os.environ.update(env)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), fresh_modules():
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -91,6 +93,8 @@ def as_main(name: str, flags: list[str]) -> Done:
         return Done(end.code if isinstance(end.code, int) else 1, out.getvalue(), err.getvalue())
     finally:
         sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environ)
         signal.signal(signal.SIGINT, handler)
         gc.collect()  # what goes with a process goes with what the script held
     raise AssertionError(f"{name} does not end with an exit code")

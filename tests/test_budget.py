@@ -91,7 +91,7 @@ def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize(("size", "parts"), [(1, [0.5]), (2, [0.0, 0.5, 1.0]), (3, [0.0, 1.0])])
+@pytest.mark.parametrize(("size", "parts"), [(1, [0.5]), (2, [0.0, 0.5, 1.0]), (3, [0.0])])
 def test_a_budget_changes_no_number(run_ranks: Any, size: int, parts: list[float]) -> None:
     least, most = span(size)
     want = plain("gpt", "adamw")

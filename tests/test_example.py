@@ -75,10 +75,10 @@ def test_printed_program(run_ranks, tmp_path):
     assert done.stdout.count("reduce_scatter_start(") >= 3 and done.stdout.count("(step, params, opt_state, key, extras, batch):") == 1
 
 
-def test_without_a_compiler_nothing_is_compiled(tmp_path, parse):
+def test_without_a_compiler_nothing_is_compiled(run_ranks, tmp_path, parse):
     script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()
-    done = script.process("--layers", 1, "--steps", 1, "--out", tmp_path / "out", PATH=str(tmp_path / "bin"), CXX="")
+    done = script.on(run_ranks, "--layers", 1, "--steps", 1, "--out", tmp_path / "out", PATH=str(tmp_path / "bin"), CXX="")
     assert done.stdout.startswith("note: there is no C++ compiler") and ", eager, " in done.stdout
     assert parse("--backend", "inductor").backend == "inductor"
     if fz.has_compiler():

@@ -161,13 +161,32 @@ def test_evaluation_reads_what_training_keeps(tmp_path: Path, name: str, extra: 
     assert same(found, want) and same(train.gather(state), want[1]), "an evaluation changes nothing"
 
 
+def wide_init(key: torch.Tensor) -> Any:
+    first, *rest = fz.random.split(key, 3)
+    layers = [{"w": fz.random.normal(k, (40, 40)) * 0.3, "b": torch.zeros(40)} for k in rest]
+    return {"token": fz.random.normal(first, (models.VOCAB, 40)) * 0.3, "layers": layers}
+
+
+def wide_loss(params: Any, batch: Any) -> torch.Tensor:
+    """Of layers with few operations, but wide enough to be worth compiling."""
+    x = params["token"][batch["tokens"]]
+    for p in params["layers"]:
+        x = models.dense(p, x)
+    return x.float().square().mean()
+
+
 @pytest.mark.usefixtures("compiled_here")
-def test_compiled_functions(tmp_path: Path) -> None:
-    transforms, apart = (*EXTRAS["bf16"], *OFFLOADS["nvme both"](tmp_path)), fz.make_mesh(data=1, unified_memory=False)
-    want, *_ = trained(fz.make_mesh(data=1), EXTRAS["bf16"], "bare", "clipped", backend="inductor")
-    found, *_ = trained(apart, transforms, "bare", "clipped", backend="inductor")
+def test_compiled_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "wide", models.Model(wide_init, wide_loss))
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "disk").mkdir()
+    apart, off = fz.make_mesh(data=1, unified_memory=False), OFFLOADS["nvme both"](tmp_path / "disk")
+    want, *_ = trained(fz.make_mesh(data=1), EXTRAS["bf16"], "wide", "clipped", backend="inductor")
+    num = len(list((tmp_path / "cache" / "functions").iterdir()))
+    found, *_ = trained(apart, (*EXTRAS["bf16"], *off), "wide", "clipped", backend="inductor")
+    assert num >= 8 and len(list((tmp_path / "cache" / "functions").iterdir())) > num, "the host's updates are compiled as well"
     assert same(found, want)
-    torch.testing.assert_close(want[0], without("bf16", "bare", "clipped")[0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(want[0], without("bf16", "wide", "clipped")[0], rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("name", ["cpu opt_state", "nvme both"])
