@@ -26,7 +26,7 @@ from fzero.errors import BudgetError, CheckpointError, FzeroError, FzeroTypeErro
 from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
 from fzero.leaves import opt_state_inputs, params_inputs
 from fzero.runtime import birth, resting
-from fzero.runtime.compile import placed_inputs
+from fzero.runtime.states import placed_inputs
 from fzero.transforms.offload import Offload, tiers_of
 
 MESH = fz.AbstractMesh(data=1)

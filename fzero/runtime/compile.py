@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, home_of, leaf_of, place, shard, ties
+from fzero.layout import LOSS_SCALE, Leaf, home_of, leaf_of, place, shard
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -42,6 +42,7 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
+from fzero.runtime.states import abstract_state, differences, differing_extras, first_leaves, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan, parse_bytes
@@ -229,7 +230,7 @@ class CompiledStep(_Compiled):
             inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         extras = extra_leaves(self.step)
-        names = dict(zip(tree.names(_abstract_state(inputs, opt_inputs, extras)), _leaves(inputs, opt_inputs, extras), strict=True))
+        names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
         index = checkpoint.describe(path)
         held = {name for name in index.leaves if name.startswith("extras.loss_scale.")}
         if not held:  # of a step without a loss scale: it begins anew
@@ -321,29 +322,22 @@ class CompiledStep(_Compiled):
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = _differences(found, expected) or _differences(opt, opt_state_inputs(self.step, self.mesh, expected)) or self._extras(state, expected)
+            wrong = (
+                differences(found, expected)
+                or differences(opt, opt_state_inputs(self.step, self.mesh, expected))
+                or differing_extras(self.step, self.mesh, state, expected)
+            )
             if wrong:
                 away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
                 fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
                 raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
             if self._params is None or (self._params.leaves, self._params.ties, self._params.structure) != (found.leaves, found.ties, found.structure):
                 self._params = found
-            self._of = (state.params, state.opt_state, _first(state.params, state.opt_state))
+            self._of = (state.params, state.opt_state, first_leaves(state.params, state.opt_state))
         for x in self._of[2]:
             leaf_of(x)  # raises if the state was moved since
         assert self._params is not None
         return self._params
-
-    def _extras(self, state: State, params: Inputs) -> list[str]:
-        """How the copies to compute with, and the loss scale, differ from those that this step expects."""
-        copies = compute_leaves(self.step, self.mesh, params)
-        found = [x for name, path in (("compute", COMPUTE), ("loss_scale", LOSS_SCALE)) for x in placed_inputs(state.extras.get(name), self.mesh, path).leaves]
-        here = {x.path: x for x in found}
-        expected = [*copies.values(), *(leaf for leaf in extra_leaves(self.step).values() if leaf.role == "loss_scale")]
-        pairs = [(here.get(leaf.path), leaf) for leaf in expected]
-        return [
-            f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout
-        ]
 
     def _state(
         self,
@@ -371,7 +365,7 @@ class CompiledStep(_Compiled):
         if scaling is not None:
             extras["loss_scale"] = LossScaleState(*(few[p] for p in begins))
         state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras)
-        self._params, self._of = params, (state.params, state.opt_state, _first(state.params, state.opt_state))
+        self._params, self._of = params, (state.params, state.opt_state, first_leaves(state.params, state.opt_state))
         return state
 
 
@@ -390,7 +384,7 @@ class CompiledEval(_Compiled):
             *batch: this rank's part of every argument.
         """
         if self._inputs_of is None or self._inputs_of[0] is not params:
-            self._inputs_of = (params, self._expect(params), _first(params))
+            self._inputs_of = (params, self._expect(params), first_leaves(params))
         for x in self._inputs_of[2]:
             leaf_of(x)  # raises if they were moved since
         inputs = self._inputs_of[1]
@@ -405,7 +399,7 @@ class CompiledEval(_Compiled):
         check_params(params)
         found = placed_inputs(params, self.mesh)
         expected = params_inputs(self.step, self.mesh, abstract_params(found))
-        wrong = _differences(found, expected)
+        wrong = differences(found, expected)
         if wrong:
             raise FzeroValueError(
                 message(
@@ -470,47 +464,3 @@ def compile(
     if isinstance(step, EvalStep):
         return CompiledEval(step, mesh, backend, (nbytes, host, disk))
     return CompiledStep(step, mesh, backend, (nbytes, host, disk), batch)
-
-
-def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
-    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole."""
-    flat, structure = tree.flatten(values)
-    leaves = []
-    for path, x in zip(tree.paths(values, role), flat, strict=True):
-        known = leaf_of(x)
-        leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
-    return Inputs(structure, tuple(leaves), tuple(ties(flat)))
-
-
-def _first(*trees: Any) -> list[torch.Tensor]:
-    """The first leaf of each tree that has any: a tree is moved as a whole."""
-    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
-
-
-def _differences(found: Inputs, expected: Inputs) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them."""
-    if found.structure != expected.structure:
-        here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
-        missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
-        return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
-    pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
-    return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
-
-
-def _abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
-    scalar = torch.empty((), dtype=torch.int64, device="meta")
-    scale = [scalar for leaf in few.values() if leaf.role == "loss_scale"]
-    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {"loss_scale": LossScaleState(*scale)} if scale else {})
-
-
-def _leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
-    """In the order of a flattened State; a tied leaf is the first of its ties."""
-    scale = [leaf for leaf in few.values() if leaf.role == "loss_scale"]
-    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *scale]
-
-
-def _rests(leaf: Leaf, other: Leaf) -> str:
-    """How a leaf rests; its tier only if that is what sets it apart from the other."""
-    whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
-    return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

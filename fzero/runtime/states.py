@@ -1,0 +1,69 @@
+"""What the states of a step look like: the leaf tables of a tree of placed tensors, and how they differ from those that the step expects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, leaf_of, ties
+from fzero.leaves import abstract_params, compute_leaves, extra_leaves
+from fzero.mesh import Mesh
+from fzero.optim.loss_scale import LossScaleState
+from fzero.program.trace import Inputs
+from fzero.step import State, Step
+
+
+def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
+    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole."""
+    flat, structure = tree.flatten(values)
+    leaves = []
+    for path, x in zip(tree.paths(values, role), flat, strict=True):
+        known = leaf_of(x)
+        leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
+    return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def first_leaves(*trees: Any) -> list[torch.Tensor]:
+    """The first leaf of each tree that has any: a tree is moved as a whole."""
+    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
+
+
+def differences(found: Inputs, expected: Inputs) -> list[str]:
+    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them."""
+    if found.structure != expected.structure:
+        here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
+        missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
+        return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
+    pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
+    return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
+
+
+def differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
+    """How the copies to compute with, and the loss scale, of a state differ from those that a step expects."""
+    found = [x for name, path in (("compute", COMPUTE), ("loss_scale", LOSS_SCALE)) for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
+    here = {x.path: x for x in found}
+    expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step).values() if leaf.role == "loss_scale")]
+    pairs = [(here.get(leaf.path), leaf) for leaf in expected]
+    return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout]
+
+
+def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
+    scalar = torch.empty((), dtype=torch.int64, device="meta")
+    scale = [scalar for leaf in few.values() if leaf.role == "loss_scale"]
+    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {"loss_scale": LossScaleState(*scale)} if scale else {})
+
+
+def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
+    """In the order of a flattened State; a tied leaf is the first of its ties."""
+    scale = [leaf for leaf in few.values() if leaf.role == "loss_scale"]
+    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *scale]
+
+
+def _rests(leaf: Leaf, other: Leaf) -> str:
+    """How a leaf rests; its tier only if that is what sets it apart from the other."""
+    whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"
