@@ -424,7 +424,8 @@ def test_as_a_process():
 
 def started(*args):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-m", "fzero", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    interrupted = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in the background with it ignored
+    return subprocess.Popen([sys.executable, "-m", "fzero", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=interrupted)
 
 
 def test_a_reader_that_leaves_early(here):

@@ -243,7 +243,7 @@ def run_birth() -> tuple[int, list[int]]:
 
 def test_draws_are_made_shard_by_shard(run_ranks):
     for largest, leaves in run_ranks(3, run_birth):
-        assert largest == max(leaves) == 10_000  # of a leaf of 30,000
+        assert largest == max(leaves) == 10_240  # a third of a leaf of 30,000, in whole blocks of 256
 
 
 def test_a_global_generator_is_refused():
