@@ -94,7 +94,8 @@ def _disk_alone(train: Any, path: list[str]) -> tuple[Callable[[], None], float,
         if leaf.layout.tier == "disk":
             offsets[name] = end, disk.padded(math.prod(leaf.resting_shape(program.mesh)) * leaf.dtype.itemsize)
             end += offsets[name][1]
-    transfers = [(line.op, [offsets[a] for a in line.writes or line.args]) for line, _ in program.walk() if line.op in ("disk_read_start", "disk_write_start")]
+    copies = [line for line, times in program.walk() if times and line.op in ("disk_read_start", "disk_write_start")]  # not those of a wrong guess
+    transfers = [(line.op, [offsets[a] for a in line.writes or line.args]) for line in copies]
     largest = max(sum(size for _, size in spans) for _, spans in transfers)
     files, ring = disk.Files(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
 
