@@ -111,12 +111,11 @@ class _Guess:
 
         chosen = {id(line) for line in self.updates}
         first = [replace(x, args=tuple(map(guessed, x.args)), attrs={**x.attrs, "guess": True}) for x in self.updates]
-        compared = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
-        redo = Line("redo", (*compared, *map(guessed, compared)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer")
+        scalars = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
+        redo = Line("redo", (*scalars, *map(guessed, scalars)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer")
         at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
-        scalars = max(i for i, line in enumerate(self.program.lines) if {v.name for v in line.out} & set(compared))
-        assert scalars < at, "scalars before updates"
+        assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"
         return replace(self.program, lines=(*self.program.lines[:at], *new, *first, redo, *rest))
 
 

@@ -1,4 +1,5 @@
-"""Sums at indices in the order of the indices, on a CPU: what an embedding's gradient is, and any other that reads the same element more than once.
+"""Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding. Others (`scatter_add`, `index_add`) are
+left as they are.
 
 PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step differ in their last bits. `add_at`
 takes them one after the other. It is one operator to a compiler, too: its code calls it. On a GPU PyTorch's own sorts them first, and needs no help.
