@@ -37,14 +37,14 @@ SAME = 1e-3  # predictions that differ by less are the same
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`; `host_share`: how much of what rests off the device is updated on the host, by bytes, `share_because`; `guess`: updates of what rests on
-    disk do not wait for all gradients (fzero/program/guess.py)."""
+    `because`; `host_share`: how much of what rests off the device is updated on the host, by bytes, `share_because`; `guess`: the tiers whose leaves
+    are updated on a guess (fzero/program/guess.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
     host_share: float = 1.0
-    guess: bool = False
+    guess: tuple[str, ...] = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
 
@@ -189,7 +189,8 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
         out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
     if choice.guess:
-        why = "the update of what rests on disk does not wait for the norm of all gradients, and is done again if that changes it"
+        where = " and ".join({"disk": "on disk", "host": "on the host"}[tier] for tier in choice.guess)
+        why = f"the update of what rests {where} does not wait for the norm of all gradients, and is done again if that changes it"
         out.append(Decision("update", "on a guess", why))
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)

@@ -101,7 +101,7 @@ def lower(
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
             most two blocks' parameters whole.
         host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files. What they are is
-            `Plan.host_peak_bytes` and `disk_bytes`.
+            `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used: what rests there may then be updated on a guess.
         device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
             is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.
@@ -152,7 +152,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     least, auto = _least(step, budget)
     if budget is None:
         return Lowered(variants.verified(least), params, opt_state, batch, structure)
-    starts = [least, *([replace(least, guess=True)] if variants.guesses(least) else [])]
+    starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]  # copies there take room that must be given
     if budget.nbytes is None:
         shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
         choice = fastest(variants, shared, budget) or least

@@ -7,12 +7,13 @@ A memory budget looks at many of them (fzero/budget.py). Only the one that is ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fzero.budget import Choice
 from fzero.program.early import early
-from fzero.program.guess import guess, guessable
+from fzero.program.guess import TIERS, guess, num_guessable
 from fzero.program.ir import Program
 from fzero.program.names import apart
 from fzero.program.record import uncollected
@@ -47,14 +48,12 @@ class Variants:
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
         self.open_side = tiers.leaves_side_open(base)
-        self._guessable: bool | None = None
 
-    def guesses(self, least: Choice) -> bool:
-        """Whether an update can run on a guess."""
-        if self._guessable is None:
-            on_disk = any(leaf.layout.tier == "disk" for leaf in self._base.leaves.values())
-            self._guessable = on_disk and guessable(self._stages(least)[-1])
-        return self._guessable
+    def guesses(self, least: Choice) -> list[Choice]:
+        """A choice with updates on a guess for each set of tiers by which more of them can be."""
+        off = {leaf.layout.tier for leaf in self._base.leaves.values()} - {"device"}
+        counts = [0, *(num_guessable(self._stages(least)[-1], tiers) if off else 0 for tiers in TIERS)]
+        return [replace(least, guess=tiers) for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False) if more > fewer]
 
     def like(self, base: Program) -> Variants:
         """Those of another base program with the same blocks."""
@@ -93,6 +92,6 @@ class Variants:
         return *self._looped[kept], *self._spread[key]
 
 
-def finished(program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: bool = False) -> Program:
-    """A program whose update is cut, on a guess or not, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(guess(program) if guesses else program), on_device), choice)))
+def finished(program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = ()) -> Program:
+    """A program whose update is cut, that of leaves on some tiers on a guess, put in order, with its places in the pool."""
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device), choice)))

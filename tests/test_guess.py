@@ -16,6 +16,7 @@ from offloads import BOTH, same
 
 import fzero as fz
 from fzero import optim, tree
+from fzero.comm.tiers import Tiers
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.layout import extent_of
 from fzero.program.verify import verify
@@ -24,6 +25,7 @@ from fzero.schedule.check import check
 WIDTH = 48
 SCALES = (0.1, 0.1, 9.0, 9.0, 0.1, 0.1, 9.0, 0.1)  # of the batch, and of the gradients: below the clip and above it
 MOVED = (1, 1, 2, 1, 1, 1, 2, 1)  # passes over the state: a step guesses if the one before would have been right, and the first does not
+REDONE = [True, False, True, True, True, False, True, True]  # so of these steps two are right at once
 
 
 @fz.block
@@ -99,6 +101,49 @@ def test_right_and_wrong_guesses_come_to_what_waiting_comes_to(tmp_path: Path, n
     assert len(set(moved)) > 1, "some guesses were wrong, and some were right"
     norms = [float(norm) for _, norm in want[0]]
     assert [norm > 0.5 for norm in norms] == [scale > 1 for scale in SCALES]
+
+
+ON_HOST = {
+    "opt_state": lambda d: (fz.offload("cpu", "opt_state"),),
+    "both": lambda d: (fz.offload("cpu", BOTH),),
+    "on device": lambda d: (fz.offload("cpu", BOTH, update_on="device"),),
+    "half": lambda d: (fz.offload("cpu", "opt_state", fraction=0.5),),
+    "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("cpu", BOTH)),
+    "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("cpu", "opt_state")),
+    "and disk": lambda d: (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path=d)),
+    "vertical": lambda d: (fz.accumulate(2, vertical=True), fz.offload("cpu", BOTH)),
+}
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["one memory", "apart"])
+@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.usefixtures("guessing")
+def test_on_the_host_with_room_for_copies(tmp_path: Path, name: str, unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    redone: list[bool] = []
+    redo = Tiers.redo
+    monkeypatch.setattr(Tiers, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
+    offloaded = ON_HOST[name](tmp_path)
+    plain = [fz.accumulate(2)] if name == "vertical" else [t for t in offloaded if "mixed_precision" in str(t(fz.train_step(loss, clipped())).transforms)]
+    want, _, _ = run(fz.make_mesh(data=1), plain)
+    found, _, _ = run(fz.make_mesh(data=1, unified_memory=unified), offloaded, host_budget="1GB")
+    assert redone == REDONE
+    assert same(found, want)
+
+
+def test_a_host_budget_decides() -> None:
+    """Its room is used for a copy of what rests there; where there is none, or nothing is said, updates wait."""
+    step = fz.offload("cpu", "opt_state")(fz.mixed_precision("bf16")(fz.train_step(loss, clipped())))
+    mesh, batch = fz.AbstractMesh(data=1, device_type="cuda"), torch.empty(1 << 12, 1 << 12, device="meta")
+    wide = {"layers": [{"w": torch.empty(1 << 12, 1 << 12, device="meta"), "scale": torch.empty(1 << 12, device="meta")} for _ in range(8)]}
+    lower = lambda budget: fz.lower(step, mesh, wide, batch, device="h100", host_budget=budget)  # noqa: E731
+    unsaid, roomy = lower(None), lower("64GB")
+    num = sum(x.numel() for x in tree.leaves(wide))
+    assert not guesses(unsaid.program)
+    assert guesses(roomy.program)
+    assert roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes == pytest.approx(12 * num, rel=0.02)
+    assert roomy.plan.step_seconds < unsaid.plan.step_seconds
+    assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
+    assert not guesses(lower(roomy.plan.host_peak_bytes - 1).program)
 
 
 def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:

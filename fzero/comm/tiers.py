@@ -48,7 +48,8 @@ class Tiers:
     def __init__(self, mesh: Mesh, disk: bool):
         self._mesh, self._disk, self._copies = mesh, disk, copies(mesh)
         self._failed: TierError | None = None
-        self._guessing = False
+        self.guessing = False  # in this step
+        self._right = False  # whether the last step's guesses were, or would have been
         self._guessed: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
@@ -61,17 +62,17 @@ class Tiers:
 
     def begin(self, guesses: bool) -> None:
         """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare extent."""
-        self._guessing, self._guessed = guesses and self._guessing, []
+        self.guessing, self._guessed = guesses and self._right, []
 
     def guess(self, function: Callable[..., object]) -> Callable[..., object]:
         """A function that is carried out on a guess, or not at all if this step does not guess."""
-        return function if self._guessing else _nothing
+        return function if self.guessing else _nothing
 
     def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
         """Whether what was done on these guesses must be done again. If not, what was written on them counts from here on. The next step guesses if these
         were right."""
-        right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
-        counts, self._guessing = right and self._guessing, right
+        self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
+        counts = self._right and self.guessing
         for leaf in self._guessed if counts else ():
             old = _extent(leaf)
             assert old.spare is not None
@@ -80,7 +81,7 @@ class Tiers:
         return not counts
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
-        if guess and not self._guessing:
+        if guess and not self.guessing:
             return _NOTHING
         self._copies.settle()
         extents = [_extent(x) for x in leaves]
@@ -88,7 +89,7 @@ class Tiers:
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
     def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
-        if guess and not self._guessing:
+        if guess and not self.guessing:
             return _NOTHING
         extents = [_extent(x) for x in into]
         if guess:

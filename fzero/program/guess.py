@@ -7,8 +7,9 @@ for bit. If they are the guess, the new values count; if not, the old ones do, a
     if redo([scale], [guess_scale]):
         …
 
-Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. For leaves on disk alone: their update
-moves bytes that should have moved all along the backward, and a second extent takes no memory.
+Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of a leaf on disk the old value stays
+where it is, in the one of two extents; of every other a copy is kept, for which there must be memory: so updates of leaves in host memory are guessed only
+where a host budget says that there is (fzero/lower.py).
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from fzero.program.ir import Line, Program
 from fzero.program.names import Names
 
 
-def guess(program: Program) -> Program:
-    """A program whose update is cut, with the updates of leaves on disk on a guess, where these would wait for reductions of gradients.
+TIERS = (("disk",), ("disk", "host"))
+"""The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
+
+
+def guess(program: Program, tiers: Sequence[str]) -> Program:
+    """A program whose update is cut, with the updates of leaves on these tiers on a guess, where they would wait for reductions of gradients.
 
     The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly ever be right.
 
-    Cost: gradients stay until the end of the step, as without; of leaves that are updated on a guess and do not rest on disk a copy. On disk twice the bytes at
-    rest, and a wrong guess reads and writes them twice. No communication.
+    Cost: gradients stay until the end of the step, as without; of leaves that are updated on a guess and do not rest on disk a copy, made before the update. On
+    disk twice the bytes at rest, and a wrong guess reads and writes them twice. No communication.
     """
-    return _Guess(program).run()
+    return _Guess(program, tiers).run() if tiers else program
 
 
-def guessable(program: Program) -> bool:
-    """Whether `guess` would change a program whose update is cut."""
-    return bool(_Guess(program).updates)
+def num_guessable(program: Program, tiers: Sequence[str]) -> int:
+    """How many updates `guess` would have on a guess."""
+    return len(_Guess(program, tiers).updates)
 
 
 def guessed_leaves(program: Program) -> list[str]:
@@ -42,8 +47,8 @@ def guessed_leaves(program: Program) -> list[str]:
 
 
 class _Guess:
-    def __init__(self, program: Program):
-        self.program, self.values = program, program.values_by_name
+    def __init__(self, program: Program, tiers: Sequence[str]):
+        self.program, self.values, self.tiers = program, program.values_by_name, {*tiers}
         self.lines = [line for line in program.lines if line.by == "optimizer"]
         self.made = {v.name: line for line in self.lines for v in line.out}
         self.handles = {line.out[0].name: line for line in self.lines if line.op.endswith("_start")}
@@ -54,8 +59,8 @@ class _Guess:
             return False
         tiers = {w: self.program.leaves[w].layout.tier if w in self.program.leaves else "" for w in line.writes}
         waits_for = set().union(*(self._reductions(a) for a in line.args if a in self.made))
-        on_disk = "disk" in tiers.values() and set(tiers.values()) <= {"disk", "device"}
-        return on_disk and bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
+        off = {*tiers.values()} - {"device"}
+        return bool(off) and off <= self.tiers and bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
 
     def _reductions(self, name: str) -> set[str]:
         """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known to all ranks."""
@@ -126,5 +131,10 @@ def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def is_guess(line: Line) -> bool:
-    """Whether a line is carried out on a guess, or not at all if this step does not guess."""
+    """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
     return bool(line.attrs.get("guess"))
+
+
+def is_skipped(line: Line) -> bool:
+    """Whether a line is not carried out at all if the step does not guess."""
+    return is_guess(line) and line.op in ("call", "cast", "assign")

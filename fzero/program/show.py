@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fzero.program.guess import compared, is_guess
+from fzero.program.guess import compared, is_guess, is_skipped
 from fzero.program.ir import TRANSFERS, Line, Program, copied, repeats, transfer_bytes
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
@@ -87,12 +87,12 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
     into = f", into=pool[{program.pool_index[id(line)]}]" if line.into else ""
     out, types = tuple(v.name for v in line.out), tuple(str(v) for v in line.out)
     axis = line.attrs["axes"][0] if line.attrs.get("axes") else ""
+    name = f"guess({line.fn or line.op})" if is_skipped(line) else line.fn or line.op
     match line.op:
         case "call":
             written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
             in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
             notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]
-            name = f"guess({line.fn})" if is_guess(line) else line.fn
             return Printed(depth, f"{name}({args}{into})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
@@ -110,7 +110,7 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             together = ", together=True" if line.attrs.get("together") else ""
             return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
         case "cast":
-            code = f"cast({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
+            code = f"{name}({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
         case "buffer":
             return Printed(depth, f"buffer({into[2:]})", (f"{out[0]},",) if len(out) == 1 else out, types)
         case "zeros":
@@ -132,7 +132,7 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             return Printed(depth, code, (f"{out[0]},",) if len(out) == 1 else out, types, "in place")
         case "assign":
             targets, sources = line.args[: len(line.writes)], line.args[len(line.writes) :]
-            return Printed(depth, f"assign([{', '.join(targets)}], [{', '.join(sources)}])", remark="in place")
+            return Printed(depth, f"{name}([{', '.join(targets)}], [{', '.join(sources)}])", remark="in place")
         case _:
             code = f"{line.op}({args})"
     return Printed(depth, code, out, types)

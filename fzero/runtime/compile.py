@@ -288,11 +288,11 @@ class CompiledStep(_Compiled):
         return self._run_for(params, batch, tree.leaves(batch))
 
     def _may_guess(self, state: State) -> bool:
-        """Whether all that the program would write on a guess has a second place on disk; seen to when a program first runs with a state."""
+        """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
         if self._guesses[0] is not self._of or self._guesses[1] is not self.program:
             guessed = guessed_leaves(self.program)
             leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
-            self._guesses = self._of, self.program, bool(guessed) and resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+            self._guesses = self._of, self.program, resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
         return self._guesses[2]
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:

@@ -78,6 +78,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
+    whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
 

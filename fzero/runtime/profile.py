@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fzero.program.guess import is_guess
+from fzero.program.guess import is_skipped
 from fzero.program.ir import Line, Program
 from fzero.schedule.cost import channel
 from fzero.schedule.timeline import COMPUTE, Event
@@ -29,7 +29,7 @@ def timing(run: Callable[..., Any], program: Program, device: torch.device) -> I
     """Times each line of the one run of an executable in the body. The list that it gives is filled when the body is left."""
     clock = _Clock(device)
     marks: list[tuple[Place, Any, Any]] = []  # each line that ran, before and after it
-    following = Following(program)
+    following = Following(program, run.guessing)  # type: ignore[attr-defined]
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
 
@@ -69,20 +69,18 @@ def _events(marks: Iterable[tuple[Place, float, float]]) -> list[Event]:
 
 
 class Following:
-    """Which line of a program runs, as its functions and transfers are called one after the other. A function that was to run on a guess is not called if the
-    step does not guess; what a redo is to do again is, if it says so."""
+    """Which line of a program runs, as its functions and transfers are called one after the other. What is skipped if the step does not guess, as `guessing`
+    says while it runs, is not called then; what a redo is to do again is, if it says so."""
 
-    def __init__(self, program: Program):
-        self._again = False
+    def __init__(self, program: Program, guessing: Callable[[], bool]):
+        self._guessing, self._again = guessing, False
         self._coming = self._visit(program.lines, 0, 0)
 
     def called(self, name: str) -> Place:
         """The line that calls this now, its number and the turn of the loop around it."""
-        for place in self._coming:
-            if (place[0].fn or place[0].op) == name:
-                return place
-            assert place[0].op == "call" and is_guess(place[0]), f"{name} is called where the program has {place[0]}"
-        raise AssertionError(f"{name} is called after the last line")
+        place = next(self._coming, None)
+        assert place is not None and (place[0].fn or place[0].op) == name, f"{name} is called where the program has {place and place[0]}"
+        return place
 
     def returned(self, place: Place, result: Any) -> None:
         """What that call returned."""
@@ -92,7 +90,7 @@ class Following:
         for line in lines:
             for inner in range(line.attrs["count"] if line.op == "loop" else 0):
                 yield from self._visit(line.body, number + 1, inner)
-            if line.op != "loop":
+            if line.op != "loop" and (self._guessing() or not is_skipped(line)):
                 yield line, number, turn
             if line.op == "redo" and self._again:
                 yield from self._visit(line.body, number + 1, turn)

@@ -140,6 +140,9 @@ class _Placer:
                 self._fetch(i, line)
             elif line.op == "buffer":
                 self._leaves(i, line.out)
+        for i, (line, _) in enumerate(self.lines):
+            if line.op == "cast" and self._on_host(line.out[0]) and i not in self.into:
+                self._leaves(i, line.out)
         if self.mesh.device_type == "cpu":
             for i, (line, _) in enumerate(self.lines):
                 if line.op in ("call", "cast") and not line.writes:
@@ -319,6 +322,9 @@ class _Placer:
     def _region(self, tier: str = "device") -> _Region:
         self.regions.append(_Region(arena="device" if self.mesh.unified_memory else tier))
         return self.regions[-1]
+
+    def _on_host(self, value: Value) -> bool:
+        return value.tier == "host" and not self.mesh.unified_memory
 
     def _last(self, name: str) -> int:
         return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])

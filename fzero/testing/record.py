@@ -34,7 +34,7 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
     ran: list[Ran] = []
-    following, again = Following(program), False
+    following, again = Following(program, run.guessing), False  # type: ignore[attr-defined]
 
     def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -290,16 +290,18 @@ class _Rewrite:
         """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk, where the old value stays."""
         lines: list[Line] = []
         for leaf in line.writes if is_guess(line) else ():
-            if self._tier(leaf) == "device" and self._role(leaf) != "compute":
+            if self._tier(leaf) != "disk" and self._role(leaf) != "compute":
                 value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
-                lines.append(self._made(Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype}, by="optimizer")))
+                lines.append(self._made(Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")))
                 self.kept[leaf] = value.name
         return lines
 
     def _restored(self, line: Line) -> list[Line]:
         """Those copies put back, for a redo."""
         kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
-        return [Line("assign", (*kept, *kept.values()), attrs={"restores": True}, writes=tuple(kept), by="optimizer")] if kept else []
+        by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
+        attrs = {"restores": True, "guess": True}
+        return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
 
     # --- activations ---
 
