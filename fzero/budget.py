@@ -189,8 +189,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
         out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
     if choice.guess:
-        where = " and ".join({"disk": "on disk", "host": "on the host"}[tier] for tier in choice.guess)
-        why = f"the update of what rests {where} does not wait for the norm of all gradients, and is done again if that changes it"
+        why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again if that changes it"
         out.append(Decision("update", "on a guess", why))
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import importlib.util
 import math
 import os
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class AbstractMesh:
         shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do here: what one has read is
             known later, so a program's pool is larger.
         unified_memory: whether host and device are one memory, as on a CPU: what moves between them stays where it is.
+        gpu_direct: whether a disk reads and writes the device's memory, past the host's.
         **axes: the size of each axis.
 
     Example:
@@ -42,12 +44,16 @@ class AbstractMesh:
     device_type: str = "cpu"
     shared_memory: bool = True
     unified_memory: bool = True
+    gpu_direct: bool = False
 
-    def __init__(self, *, device_type: str = "cpu", shared_memory: bool | None = None, unified_memory: bool | None = None, **axes: int):
+    def __init__(
+        self, *, device_type: str = "cpu", shared_memory: bool | None = None, unified_memory: bool | None = None, gpu_direct: bool = False, **axes: int
+    ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device_type)
         object.__setattr__(self, "shared_memory", device_type == "cpu" if shared_memory is None else shared_memory)
         object.__setattr__(self, "unified_memory", device_type == "cpu" if unified_memory is None else unified_memory)
+        object.__setattr__(self, "gpu_direct", gpu_direct)
 
     @property
     def size(self) -> int:
@@ -68,7 +74,7 @@ class AbstractMesh:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory
+        return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory, self.gpu_direct
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +99,7 @@ class Mesh(AbstractMesh):
         shared_memory: bool = False,
         gather_mesh: Any = None,
         unified_memory: bool | None = None,
+        gpu_direct: bool = False,
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device.type)
@@ -103,6 +110,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "shared_memory", shared_memory)
         object.__setattr__(self, "gather_mesh", gather_mesh)
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
+        object.__setattr__(self, "gpu_direct", gpu_direct)
         object.__setattr__(self, "transport", None)
         object.__setattr__(self, "copies", None)
 
@@ -138,7 +146,15 @@ class Mesh(AbstractMesh):
         return self
 
 
-def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memory: bool = True, unified_memory: bool | None = None, **axes: int) -> Mesh:
+def make_mesh(
+    *,
+    device: str | None = None,
+    timeout: float = 600.0,
+    shared_memory: bool = True,
+    unified_memory: bool | None = None,
+    gpu_direct: bool | None = None,
+    **axes: int,
+) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
     Args:
@@ -147,6 +163,7 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
         shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them through gloo.
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is offloaded is copied, as for a GPU, by a
             thread: for tests, to no other use.
+        gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default on CUDA where kvikio is installed.
         **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
             -1: whatever is left. Without any: `data=-1`.
 
@@ -194,12 +211,16 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= locals_ else "cpu"
     where = torch.device(device, local) if device == "cuda" else torch.device(device)
+    has_kvikio = importlib.util.find_spec("kvikio") is not None
+    if gpu_direct and device == "cuda" and not has_kvikio:
+        raise FzeroValueError(message("make_mesh", "gpu_direct=True, and kvikio is not installed", fix="pip install kvikio-cu12 (or -cu13), or leave it out"))
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
         _keep_freed_memory()
+    direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
-        return Mesh(axes, rank, where, unified_memory=unified_memory)
+        return Mesh(axes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         store = _meet(rank, world, timeout)
@@ -208,7 +229,8 @@ def make_mesh(*, device: str | None = None, timeout: float = 600.0, shared_memor
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     gathers = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)) if device == "cuda" else None
-    return Mesh(axes, rank, where, grid, timeout, device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd"), gathers, unified_memory)
+    shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
+    return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct)
 
 
 def _keep_freed_memory() -> None:

@@ -123,7 +123,8 @@ def test_on_the_host_with_room_for_copies(tmp_path: Path, name: str, unified: bo
     redo = Tiers.redo
     monkeypatch.setattr(Tiers, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
     offloaded = ON_HOST[name](tmp_path)
-    plain = [fz.accumulate(2)] if name == "vertical" else [t for t in offloaded if "mixed_precision" in str(t(fz.train_step(loss, clipped())).transforms)]
+    plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
+    plain = [fz.accumulate(2)] if name == "vertical" else plain
     want, _, _ = run(fz.make_mesh(data=1), plain)
     found, _, _ = run(fz.make_mesh(data=1, unified_memory=unified), offloaded, host_budget="1GB")
     assert redone == REDONE
@@ -132,15 +133,15 @@ def test_on_the_host_with_room_for_copies(tmp_path: Path, name: str, unified: bo
 
 def test_a_host_budget_decides() -> None:
     """Its room is used for a copy of what rests there; where there is none, or nothing is said, updates wait."""
-    step = fz.offload("cpu", "opt_state")(fz.mixed_precision("bf16")(fz.train_step(loss, clipped())))
-    mesh, batch = fz.AbstractMesh(data=1, device_type="cuda"), torch.empty(1 << 12, 1 << 12, device="meta")
-    wide = {"layers": [{"w": torch.empty(1 << 12, 1 << 12, device="meta"), "scale": torch.empty(1 << 12, device="meta")} for _ in range(8)]}
+    step = fz.offload("cpu", "opt_state", update_on="host")(fz.mixed_precision("bf16")(fz.train_step(loss, clipped())))
+    mesh, batch = fz.AbstractMesh(data=1, device_type="cuda"), torch.empty(1 << 16, 1 << 12, device="meta")
+    wide = {"layers": [{"w": torch.empty(1 << 12, 1 << 12, device="meta"), "scale": torch.empty(1 << 12, device="meta")} for _ in range(16)]}
     lower = lambda budget: fz.lower(step, mesh, wide, batch, device="h100", host_budget=budget)  # noqa: E731
     unsaid, roomy = lower(None), lower("64GB")
     num = sum(x.numel() for x in tree.leaves(wide))
     assert not guesses(unsaid.program)
     assert guesses(roomy.program)
-    assert roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes == pytest.approx(12 * num, rel=0.02)
+    assert 8 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 9 * num, "12 bytes of copies, but no gradient waits there"
     assert roomy.plan.step_seconds < unsaid.plan.step_seconds
     assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
     assert not guesses(lower(roomy.plan.host_peak_bytes - 1).program)

@@ -155,6 +155,9 @@ class Copies(Protocol):
     def settle(self) -> None:
         """Returns once the host may write what copies to the device read that were waited for: on CUDA their wait holds up the device alone."""
 
+    def reached(self) -> Callable[[], object] | None:
+        """What returns once the device has done all that it was told before this call; None where it has."""
+
 
 def copies(mesh: Mesh) -> Copies:
     """What copies between device and host of a mesh, made on first use."""
@@ -176,6 +179,9 @@ class Unified:
     to_device_start = to_host_start
 
     def settle(self) -> None:
+        pass
+
+    def reached(self) -> None:
         pass
 
 
@@ -209,6 +215,9 @@ class Apart:
     to_device_start = to_host_start
 
     def settle(self) -> None:
+        pass
+
+    def reached(self) -> None:
         pass
 
     def _wait(self, done: Future[None]) -> None:
@@ -278,6 +287,11 @@ class Streams:
         for done in self._reading:
             done.synchronize()
         self._reading.clear()
+
+    def reached(self) -> Callable[[], object]:
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(self._device))
+        return done.synchronize
 
     def _start(self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
         assert into is not None, "two memories"

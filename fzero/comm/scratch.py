@@ -53,6 +53,10 @@ class Part:
     lock: int
     direct: bool
 
+    @property
+    def data(self) -> Path:
+        return self.directory / _DATA
+
     def remove(self) -> None:
         os.close(self.fd)
         _remove(self.directory)

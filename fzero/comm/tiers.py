@@ -85,7 +85,7 @@ class Tiers:
             return _NOTHING
         self._copies.settle()
         extents = [_extent(x) for x in leaves]
-        transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
+        transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into))
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
     def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
@@ -95,8 +95,13 @@ class Tiers:
         if guess:
             self._guessed += into
             extents = [e.spare for e in extents if e.spare is not None]
-        transfer = extents[0].files.write([(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)])
+        runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
+        transfer = extents[0].files.write(runs, self._after(values))
         return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
+
+    def _after(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
+        """What returns once a disk may read and write these: those on a GPU when it has come to where the program is."""
+        return self._copies.reached() if tensors[0].device.type == "cuda" else None
 
     def on_host(self, function: Callable[..., object]) -> Callable[..., object]:
         """A function that the host runs: nothing that it may write is still on its way to the device."""
@@ -161,7 +166,7 @@ def _extent(tensor: torch.Tensor) -> Extent:
 
 def _sectors(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a value, to the end of the last sector."""
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = x.new_empty(0, dtype=torch.uint8)
     return flat.set_(x.untyped_storage(), x.storage_offset() * x.element_size(), (padded(x.nbytes),), (1,))  # type: ignore[call-overload]
 
 
@@ -174,10 +179,11 @@ def _said(error: TierError) -> str:
 def _lies_well(x: torch.Tensor) -> bool:
     """Whether a value can be written from where it lies."""
     begin = x.storage_offset() * x.element_size()
-    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
+    at_a_page = x.device.type == "cuda" or x.data_ptr() % SECTOR == 0
+    return x.is_contiguous() and at_a_page and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    out = aligned(padded(x.nbytes))
+    out = aligned(padded(x.nbytes)) if x.device.type == "cpu" else x.new_empty(padded(x.nbytes), dtype=torch.uint8)
     out[: x.nbytes].view(x.dtype).copy_(x.reshape(-1))
     return out

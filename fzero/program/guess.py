@@ -20,7 +20,6 @@ from dataclasses import replace
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
 
-
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
 

@@ -26,8 +26,9 @@ gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buf
   wait                     each result, a view of what its transfer filled
 
 [Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line computes where what it reads
-lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` (to the host) each make new values, handed out by their `wait`; with
-`writes` a copy goes over leaves at rest instead, as `disk_write_start` always does: its arguments are those leaves, then the values for them. Host
+lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each make new values, handed out by their `wait`; with
+`writes` a copy goes over leaves at rest instead, as `disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves
+what is in host memory, or, where the mesh says `gpu_direct`, also what is in the device's: `memory` of the line's attributes says so. Host
 values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`): there copies between the two
 hand out what they are given, and everything lies in one pool.
 """
@@ -136,6 +137,15 @@ COLLECTIVES = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
 """Transfers between ranks, over mesh axes."""
 COPIES = {"to_host_start", "to_device_start", "disk_read_start", "disk_write_start"}
 """Transfers between the tiers of one rank."""
+
+
+def from_to(line: Line) -> tuple[str, str]:
+    """The tiers that a copy is from and to."""
+    memory = line.attrs.get("memory", "host")
+    tiers = {"to_host_start": ("device", "host"), "to_device_start": ("host", "device"), "disk_read_start": ("disk", memory)}
+    return tiers.get(line.op, (memory, "disk"))
+
+
 TRANSFERS = COLLECTIVES | COPIES
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fzero.program.guess import compared, is_guess, is_skipped
-from fzero.program.ir import TRANSFERS, Line, Program, copied, repeats, transfer_bytes
+from fzero.program.ir import TRANSFERS, Line, Program, copied, from_to, repeats, transfer_bytes
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
@@ -102,7 +102,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             moved = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
             over = f", into=[{', '.join(line.writes)}]" if line.writes else into
             over += ", guess=True" if is_guess(line) and line.op.startswith("disk") else ""
-            where = {"disk_read_start": "from disk", "disk_write_start": "to disk"}.get(line.op, line.op.removesuffix("_start").replace("_", " "))
+            where = {("disk", "host"): "from disk", ("disk", "device"): "from disk to device", ("device", "disk"): "from device to disk"}.get(from_to(line))
+            where = where or f"to {from_to(line)[1]}"
             return Printed(depth, f"{line.op}([{', '.join(copied(line))}]{over})", out, (), f">>> {moved} {where}")
         case "wait" if not out:
             return Printed(depth, f"wait({args})", remark="<<<")

@@ -17,7 +17,7 @@ import torch
 
 from fzero.errors import VerifyError, message
 from fzero.program.guess import compared, is_guess
-from fzero.program.ir import COLLECTIVES, COPIES, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import COLLECTIVES, COPIES, WHOLE, Line, Placement, Program, Value, from_to
 from fzero.program.segment import ancestors
 
 
@@ -166,7 +166,7 @@ class _Checker:
             for v, source in zip(line.out, sent, strict=True):
                 if start.op in COPIES:
                     self.aliases |= {v.name: root} if (root := self._root(source.name)) in self.program.leaves else {}
-                    if v.tier != ("device" if start.op == "to_device_start" else "host"):
+                    if v.tier != from_to(start)[1]:
                         self._add(line, f"{v.name} is {v}")
                 if v.placement != _arrives(start, source.placement):
                     self._add(line, f"{v.name} is {v.placement}, not {_arrives(start, source.placement)}")
@@ -213,7 +213,7 @@ class _Checker:
             if line.op in ("call", "buffer")
             else bool(args) and line.op in ("cast", "take_shard", "assign") and args[0].tier == "host"
         )
-        reads, writes = _FROM_TO.get(line.op, ("host", "host") if on_host else ("device", "device"))
+        reads, writes = from_to(line) if line.op in COPIES else ("host", "host") if on_host else ("device", "device")
         num = len(line.writes) if line.op in COPIES else 0
         for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):
             if v.tier != tier:
@@ -270,12 +270,3 @@ def _arrives(start: Line, placement: Placement) -> Placement:
         return WHOLE
     left = tuple(a for a in placement.partial if a not in axes)
     return Placement("shard", axes, left) if start.op == "reduce_scatter_start" else replace(placement, partial=left)
-
-
-_FROM_TO = {
-    "to_host_start": ("device", "host"),
-    "to_device_start": ("host", "device"),
-    "disk_read_start": ("disk", "host"),
-    "disk_write_start": ("host", "disk"),
-}
-"""The tiers that a copy is from and to."""

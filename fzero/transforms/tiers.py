@@ -117,7 +117,7 @@ class _Rewrite:
             return self._assign(line)
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
-            self.lies |= {a: {**self._at(a), "host": found[a]} for found in self.recent for a in line.writes if a in found}
+            self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
             lines = [*self._kept(line), *self._on(self._side(line), line)]
             return [replace(x, attrs={**x.attrs, "guess": True}) if is_guess(line) and (x.writes or x.op == "disk_read_start") else x for x in lines]
         lines = self._on("device", line)
@@ -182,13 +182,14 @@ class _Rewrite:
         given |= {a: self._at(a)["host"] for a in absent if a not in given and "host" in self._at(a) and a not in self.casts}
         given |= {a: self._at(a)["device"] for a in absent if a not in given and "device" in self._at(a) and a not in self.casts}
         sources = {a: self.casts[a].args[0] if a in self.casts else a for a in absent}
-        disk = [s for s in dict.fromkeys(sources.values()) if "disk" in self._at(s) and "host" not in self._at(s)]
-        read, more = self._move("disk_read", disk, disk)
+        disk = [s for s in dict.fromkeys(sources.values()) if {*self._at(s)} == {"disk"}]
+        memory = tier if self.program.mesh.gpu_direct else "host"
+        read, more = self._move("disk_read", disk, disk, memory)
         lines += more
         for a in absent:
             if a in self.casts:
                 cast = self.casts[a]
-                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier="host")
+                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier=memory if sources[a] in read else "host")
                 lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
                 given[a] = value.name
             elif sources[a] in read:
@@ -212,15 +213,16 @@ class _Rewrite:
     def _role(self, name: str) -> str:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
-    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
-        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait."""
+    def _move(self, how: str, names: Sequence[str], called: Sequence[str], memory: str = "host") -> tuple[dict[str, str], list[Line]]:
+        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait. `memory`: that a disk reads to."""
         if not names:
             return {}, []
-        tier = "device" if how == "to_device" else "host"
+        tier = memory if how == "disk_read" else how.removeprefix("to_")
         ending = "" if tier == "device" else "_host"
         out = [replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier) for n, c in zip(names, called, strict=True)]
         handle = self._handle(how)
-        lines = [Line(f"{how}_start", tuple(names), (handle,), by="offload"), Line("wait", (handle.name,), tuple(out), by="offload")]
+        attrs = {"memory": "device"} if how == "disk_read" and tier == "device" else {}
+        lines = [Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"), Line("wait", (handle.name,), tuple(out), by="offload")]
         for line in lines:
             self._made(line)
         return {n: v.name for n, v in zip(names, out, strict=True)}, lines
@@ -234,7 +236,8 @@ class _Rewrite:
                 back[self._tier(target)].append(target)
             else:  # a rank's part of a leaf that is written whole later
                 self.lies[target] = {tier: written[target]}
-        if tier == "device" and back["disk"]:
+        direct = tier == "device" and self.program.mesh.gpu_direct
+        if tier == "device" and back["disk"] and not direct:
             names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
@@ -243,8 +246,8 @@ class _Rewrite:
                 lines.append(Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"))
             elif targets:
                 handle = self._handle(how)
-                args = (*targets, *(written[t] for t in targets))
-                lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
+                args, attrs = (*targets, *(written[t] for t in targets)), {"memory": "device"} if to == "disk" and direct else {}
+                lines.append(self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload")))
                 lines.append(Line("wait", (handle.name,), by="offload"))
         return lines
 
@@ -257,7 +260,7 @@ class _Rewrite:
         return line
 
     def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
-        """The leaves that these lines read from disk, and their copies on the host."""
+        """The leaves that these lines read from disk, and their copies."""
         reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
         return {leaf: v.name for x in lines if x.op == "wait" and x.args[0] in reads for leaf, v in zip(reads[x.args[0]], x.out, strict=True)}
 
