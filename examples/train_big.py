@@ -32,6 +32,7 @@ from fzero.schedule.plan import parse_bytes
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
 TOOLS = 300_000_000  # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in the plan
 HEAD = 64  # features of an attention head
+DEEPEST = 256  # layers that a model is given to become narrow enough
 
 # --- The model: as large as it is asked to be, as wide as the memory allows ---
 
@@ -68,9 +69,11 @@ def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., A
         step, init = training(args, width)
         lowered = fz.lower(step, mesh, init, (tokens, tokens), backend=args.backend)
         fits = lowered.plan.peak_bytes + TOOLS <= args.memory
-        if fits or args.width or width == HEAD:
+        narrower = max(HEAD, int(0.8 * width / HEAD) * HEAD)
+        if fits or args.width or args.memory <= TOOLS or narrower == width or layers_for(args.params, narrower) > DEEPEST:
             break
-        width = max(HEAD, int(0.8 * width / HEAD) * HEAD)
+        say(f"{width} wide it would take {gb(lowered.plan.peak_bytes + TOOLS)}: trying {narrower}")
+        width = narrower
     num_params = sum(leaf.numel for leaf in lowered.params.leaves)
     planned = f"{gb(lowered.plan.peak_bytes)} planned and {gb(TOOLS)} for the compiler, of {gb(args.memory)} allowed"
     say(f"a GPT of {num_params / 1e6:,.1f} M parameters: {layers_for(args.params, width)} layers, {width} wide")
