@@ -32,7 +32,7 @@ import fzero as fz
 from fzero import optim
 from fzero.runtime.calibrate import calibrate
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import parse_bytes
+from fzero.units import parse_bytes
 
 ROLES = ("opt_state", "params", "activations")
 CEILING_LIMIT, PEAK_LIMIT, PEAK_TOKENS = 0.85, 0.5, 65536  # shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on

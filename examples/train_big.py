@@ -27,7 +27,7 @@ from train_gpt import VOCAB, gpt, init_gpt
 import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
-from fzero.schedule.plan import parse_bytes
+from fzero.units import parse_bytes
 
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
 TOOLS = 300_000_000  # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in the plan

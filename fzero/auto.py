@@ -16,6 +16,7 @@ from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.program.ir import Program
 from fzero.schedule.plan import Decision, peak_bytes, step_seconds
 from fzero.transforms.offload import ROLES, Offload
+from fzero.units import duration
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
@@ -117,7 +118,7 @@ class _Search:
         if not found:
             raise self._unmet()
         best, *others = sorted(found, key=lambda shares: found[shares])
-        why = "; ".join([f"{_seconds(found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {_seconds(found[o])}" for o in others[:2])])
+        why = "; ".join([f"{duration(found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(found[o])}" for o in others[:2])])
         return self._records(best), Decision("offload", _names(best), why)
 
     def _ladders(self) -> list[Ladder]:
@@ -214,7 +215,3 @@ def _least(most: int, fits: Callable[[int], bool]) -> int:
 
 def _names(shares: Shares) -> str:
     return ", ".join(map(str, shares)) or "nothing moved"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

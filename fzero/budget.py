@@ -25,6 +25,7 @@ from fzero.schedule.timeline import COMPUTE
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
 from fzero.transforms.tiers import blocks_updated_on_host
+from fzero.units import duration, size
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -91,7 +92,7 @@ def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *,
     found, because = [], ""
     for base in (replace(start, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
         if not fits(base):
-            because = f"added up whole they would take {_size(budget.over(peak(base)))} more than the budget"
+            because = f"added up whole they would take {size(budget.over(peak(base)))} more than the budget"
         else:
             keep = [lambda c: _keeps_most(c, fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
@@ -132,8 +133,8 @@ def choose_share(build: Callable[[Choice], Program], ends: Sequence[Choice], bud
     # of those that take as long the simpler
     best = min(tried, key=lambda c: (tried[c] > (1 + SAME) * min(tried.values()), c.host_share not in ENDS, -c.host_share, tried[c]))
     seconds = {share: min((t for c, t in tried.items() if c.host_share == share), default=None) for share in ENDS if share != best.host_share}
-    others = [f"all on the {'host' if share else 'device'} {'would not fit' if t is None else f'takes {_seconds(t)}'}" for share, t in seconds.items()]
-    return replace(best, share_because="; ".join([f"{_seconds(tried[best])} a step", *others]))
+    others = [f"all on the {'host' if share else 'device'} {'would not fit' if t is None else f'takes {duration(t)}'}" for share, t in seconds.items()]
+    return replace(best, share_because="; ".join([f"{duration(tried[best])} a step", *others]))
 
 
 def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
@@ -200,11 +201,11 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
 
 def unmet(found: Plan, budget: Budget, advice: Sequence[str] = ()) -> BudgetError:
     """The error of a step whose least plan does not fit its budgets."""
-    roles = ", ".join(f"{role} {_size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n)
+    roles = ", ".join(f"{role} {size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n)
     problems = []
     for where, need, limit in zip(("", " of host memory", " on disk"), (found.peak_bytes, found.host_peak_bytes, found.disk_bytes), budget.limits, strict=True):
         if limit is not None and (more := need - limit) > 0:
-            problems.append(f"a rank needs {_size(need)}{where}, {_size(more)} ({more:,} bytes) more than the {_size(limit)} it may have")
+            problems.append(f"a rank needs {size(need)}{where}, {size(more)} ({more:,} bytes) more than the {size(limit)} it may have")
             if not where:
                 problems += [f"at: {found.peak_line.text.strip()}", f"there: {roles}"]
     problems += advice
@@ -229,11 +230,3 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**33 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**18 else f"{nbytes:,} bytes"

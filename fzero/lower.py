@@ -42,12 +42,13 @@ from fzero.program.verify import verify
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
-from fzero.schedule.plan import Decision, Plan, parse_bytes, plan
+from fzero.schedule.plan import Decision, Plan, plan
 from fzero.step import EvalStep, Step, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import mixed_precision
+from fzero.units import parse_bytes
 from fzero.variants import Variants, finished
 
 

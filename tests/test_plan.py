@@ -21,8 +21,9 @@ from fzero.runtime.profile import allocated
 from fzero.schedule.cost import channel
 from fzero.schedule.devices import KNOWN
 from fzero.schedule.memory import ROLES, memory_of, resting_bytes
-from fzero.schedule.plan import parse_bytes, plan
+from fzero.schedule.plan import plan
 from fzero.schedule.timeline import COMPUTE, simulate
+from fzero.units import parse_bytes
 
 MESH = fz.AbstractMesh(data=2)
 F32 = torch.float32

@@ -139,11 +139,11 @@ def make_step(*transforms: Any, lr: Any = None, **keywords: Any) -> Any:
     return fz.compose(*transforms)(fz.mixed_precision(step, "fp16", **{"loss_scale": SCALE, **keywords}))
 
 
-def run_script(cases: dict[str, tuple[Any, ...]], backend: str = "eager") -> dict[str, Any]:
+def run_script(cases: dict[str, tuple[Any, ...]], backend: str = "eager", **keywords: Any) -> dict[str, Any]:
     """On every rank: each case trained over the script; the metrics of each step, and the gathered state after it."""
     mesh, out = fz.make_mesh(data=-1), {}
     for name, transforms in cases.items():
-        train = fz.compile(make_step(*transforms), mesh, backend=backend)
+        train = fz.compile(make_step(*transforms, **keywords), mesh, backend=backend)
         state, metrics, states = train.init(pointwise_params()), [], []
         states.append(train.gather(state))
         for batch in scripted_batches():
@@ -222,6 +222,12 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(run_ranks, num_ranks):
 
 def test_compiled_it_skips_the_same_steps():
     metrics, states = run_script({"zero_3": (STAGES[3](), fz.accumulate(2))}, backend="inductor")["zero_3"]
+    follows_the_script(metrics, states)
+
+
+def test_without_masters_a_skipped_step_rounds_nothing():
+    metrics, states = run_script({"zero_3": (STAGES[3](), fz.accumulate(2))}, params="bf16")["zero_3"]
+    assert {x.dtype for x in fz.tree.leaves(states[-1].params)} == {torch.bfloat16}
     follows_the_script(metrics, states)
 
 

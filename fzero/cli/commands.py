@@ -28,9 +28,10 @@ from fzero.runtime.calibrate import calibrate
 from fzero.runtime.measure import SCRATCH
 from fzero.schedule.calibration import calibration_path
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import fits, parse_bytes
+from fzero.schedule.plan import fits
 from fzero.step import Step
 from fzero.testing import check_equivalent
+from fzero.units import parse_bytes
 
 _TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
 _MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required)")

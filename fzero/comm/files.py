@@ -25,8 +25,6 @@ from fzero.comm.scratch import ALIGNMENT, PIECE, Part
 from fzero.errors import FzeroValueError, TierError, message
 
 Runs = Iterable[tuple[int, torch.Tensor]]
-_Views = list[memoryview] | list[torch.Tensor]
-"""Memory of the host, or of a GPU."""
 _FIX = "the state is lost; go on from the last checkpoint; free space or use another path"
 
 
@@ -213,7 +211,7 @@ class _Piece:
     at: int
     offset: int
     nbytes: int
-    views: _Views
+    views: list[Any]  # memoryviews of the host's memory, or tensors on a GPU
     after: Callable[[], object] | None
 
     def run(self) -> None:

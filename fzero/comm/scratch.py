@@ -31,6 +31,7 @@ import torch
 from fzero.errors import FzeroValueError, message
 from fzero.layout import SECTOR as ALIGNMENT
 from fzero.layout import padded
+from fzero.units import size
 
 PIECE = 1 << 22  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
 _HUGE = 1 << 21  # bytes: of a huge page
@@ -130,7 +131,7 @@ def check(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
     for sharing in systems.values():
         needed, free = sum(share for _, share in sharing), _free(sharing[0][0])
         if needed > free:
-            problems.append(f"{', '.join(dict.fromkeys(str(place) for place, _ in sharing))}: {_size(needed)} needed, {_size(free)} free")
+            problems.append(f"{', '.join(dict.fromkeys(str(place) for place, _ in sharing))}: {size(needed)} needed, {size(free)} free")
     if not places:
         problems.append("no path is given")
     if problems:
@@ -151,7 +152,7 @@ def allocate(directories: Sequence[Path], nbytes: int) -> list[Part]:
             _sweep(path)
             parts.append(_make(path, share))
         except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}: {_size(share)} needed, {_size(_free(path))} free")
+            problems.append(f"{path}: {error.strerror or error}: {size(share)} needed, {size(_free(path))} free")
     if problems:
         for part in parts:
             part.remove()
@@ -173,7 +174,7 @@ def extend(parts: Sequence[Part], before: int, nbytes: int) -> None:
             if needs > has:
                 os.posix_fallocate(part.fd, has, needs - has)
         except OSError as error:
-            problems.append(f"{part.path}: {error.strerror or error}: {_size(needs - has)} more needed, {_size(_free(part.path))} free")
+            problems.append(f"{part.path}: {error.strerror or error}: {size(needs - has)} more needed, {size(_free(part.path))} free")
     if problems:
         for part, has in zip(parts, old, strict=True):
             os.ftruncate(part.fd, has)
@@ -181,7 +182,7 @@ def extend(parts: Sequence[Part], before: int, nbytes: int) -> None:
 
 
 def _impossible(nbytes: int, problems: Sequence[str]) -> FzeroValueError:
-    return FzeroValueError(message("offload", f"cannot keep {_size(nbytes)} a rank on disk", problems, _SPACE))
+    return FzeroValueError(message("offload", f"cannot keep {size(nbytes)} a rank on disk", problems, _SPACE))
 
 
 def _unusable(path: Path) -> str | None:
@@ -193,10 +194,6 @@ def _unusable(path: Path) -> str | None:
 def _free(path: Path) -> int:
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes:,} bytes"
 
 
 # --- making ---

@@ -28,7 +28,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import signature
-from fzero.schedule.plan import parse_bytes
+from fzero.units import parse_bytes
 
 FORMAT = 3
 """Of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""

@@ -45,12 +45,13 @@ from fzero.runtime.execute import executable
 from fzero.runtime.states import abstract_state, differences, differing_extras, first_leaves, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import Decision, Plan, parse_bytes
+from fzero.schedule.plan import Decision, Plan
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, paths_of
 from fzero.transforms.precision import MixedPrecision
+from fzero.units import parse_bytes
 
 
 class _Compiled:

@@ -6,21 +6,20 @@ It is data, worked out from the program and a device's rates (fzero/schedule/dev
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Program, transfer_bytes
 from fzero.program.show import statements
 from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
 from fzero.schedule.timeline import COMPUTE, Event, Timeline, simulate
+from fzero.units import parse_bytes
 
 
 class At(NamedTuple):
@@ -263,27 +262,6 @@ def fits(plan: Plan, budget: str | int) -> bool:
         FzeroValueError: text that is no size.
     """
     return plan.peak_bytes <= parse_bytes(budget)
-
-
-_UNITS = {"": 1, **{f"{p}": 1000 ** (i + 1) for i, p in enumerate("KMGT")}, **{f"{p}I": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}
-
-
-def parse_bytes(size: Any) -> int:
-    """A number of bytes from a number or text.
-
-    Example:
-        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(4096)
-        (80000000000, 1610612736, 4096)
-
-    Raises:
-        FzeroValueError: what is neither.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", size.upper()) if isinstance(size, str) else None
-    if found is None or found[2] not in _UNITS:
-        raise FzeroValueError(message("plan", f"{size!r} is no amount of memory", fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)'))
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def compute_dtype(program: Program) -> torch.dtype:
