@@ -325,11 +325,17 @@ def test_bf16_is_within_its_tolerance_where_signs_flip(optimizer):
 
 
 def test_fp16_is_within_its_tolerance_and_what_overflows_is_named():
-    """With parameters that are rounded at random, too; a step that is skipped is not the plain one, and the line is where its gradients are made."""
+    """With parameters that are rounded at random, too. A skipped step is taken again with a lower scale; under one that does not move the line is found where
+    gradients are made that overflow."""
     plain, batch, mesh = fz.train_step(models.bare_loss, models.OPTIMIZERS["adamw"]()), models.batches(1)[0], fz.make_mesh(data=1)
-    small, large = (fz.mixed_precision("fp16", params="bf16", loss_scale=fz.LossScale(initial=2.0**n)) for n in (10, 40))
-    assert check_equivalent(small(plain), models.bare_init, batch, mesh).equivalent
-    blame = check_equivalent(large(plain), models.bare_init, batch, mesh, steps=1, raises=False).blame
+    scales = fz.LossScale(initial=2.0**10), fz.LossScale(initial=2.0**40), 2.0**40
+    small, falling, large = (fz.mixed_precision("fp16", params="bf16", loss_scale=scale) for scale in scales)
+    assert check_equivalent(small(plain), models.bare_init, batch, mesh).skipped == 0
+    report = check_equivalent(falling(plain), models.bare_init, batch, mesh, steps=1)
+    assert report.equivalent and report.skipped > 10
+    assert f"{report.skipped} steps overflowed" in str(report)
+    with pytest.warns(RuntimeWarning, match="minimum loss scale"):
+        blame = check_equivalent(large(plain), models.bare_init, batch, mesh, steps=1, raises=False).blame
     assert blame is not None and blame.line is not None
     assert blame.transform.startswith("mixed_precision") and "d_out" in blame.line.text
 

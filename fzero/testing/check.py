@@ -42,7 +42,7 @@ def check_equivalent(
     The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all ranks, one behind the other
     along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which follows from dtypes and the lengths of reductions
     (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
-    value differs. What `mixed_precision` rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
+    value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision` rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
 
     On a mesh of several ranks every rank calls it, and all get the same report.
 
@@ -184,10 +184,14 @@ def compare(setting: Setting) -> Report:
     train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
     state = train.init(s.params, s.key)
     worst: dict[str, tuple[float, Difference]] = {}
+    skipped = 0
     for t in range(s.steps + 1):
         metrics: dict[str, Any] = {}
         if t:
             state, metrics = train(state, s.batch)
+            while overflowed(metrics) and skipped < most_skipped(s.step):
+                state, metrics = train(state, s.batch)
+                skipped += 1
         found = leaves_of(train.gather(state), metrics)
         for path, want in s.plain.leaves[t].items():
             got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
@@ -202,7 +206,20 @@ def compare(setting: Setting) -> Report:
         if path not in merged or entry[0] > merged[path][0]:
             merged[path] = entry
     ordered = tuple(d for _, d in sorted(merged.values(), key=lambda entry: -entry[0]))
-    return Report(s.step.name, str(s.mesh), tuple(map(str, s.step.transforms)), s.steps, s.backend, str(s.size), ordered)
+    return Report(s.step.name, str(s.mesh), tuple(map(str, s.step.transforms)), s.steps, s.backend, str(s.size), ordered, skipped=skipped)
+
+
+def overflowed(metrics: dict[str, Any]) -> bool:
+    """Whether a step was skipped."""
+    return bool(metrics.get("skipped", False))
+
+
+def most_skipped(step: Step) -> int:
+    """How many steps a loss scale may skip until it is low enough; one that never moves would skip all."""
+    scale = record.loss_scale if (record := find(step.transforms, MixedPrecision)) else None
+    if scale is None or scale.backoff_factor == 1:
+        return 0
+    return scale.hysteresis + math.ceil(math.log(scale.minimum / scale.initial) / math.log(scale.backoff_factor))
 
 
 def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:

@@ -86,6 +86,7 @@ class Report:
         roundoff: what the tolerances come from, in words.
         differences: of each leaf of parameters, optimizer state and metrics, the worst first.
         blame: where a difference begins; None if there is none.
+        skipped: steps that were taken again, with a lower loss scale.
         exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about a thousand times tighter.
     """
 
@@ -98,6 +99,7 @@ class Report:
     differences: tuple[Difference, ...]
     blame: Blame | None = None
     exact: Report | None = None
+    skipped: int = 0
 
     @property
     def equivalent(self) -> bool:
@@ -130,6 +132,8 @@ class Report:
     def remarks(self) -> Sequence[str]:
         """What is said below the tables, a line each."""
         lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
+        if self.skipped:
+            lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")
         if self.exact is not None and self.exact.equivalent:
             lines.append(
                 f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of {self.exact.roundoff.split()[0]}"
