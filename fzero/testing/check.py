@@ -42,7 +42,8 @@ def check_equivalent(
     The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all ranks, one behind the other
     along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which follows from dtypes and the lengths of reductions
     (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
-    value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision` rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
+    value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
+    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
 
     On a mesh of several ranks every rank calls it, and all get the same report.
 
