@@ -40,6 +40,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
         casts=record.where is not None,
         loss_scale=record.loss_scale,
         stochastic=record.rounding == "stochastic",
+        watch=record.watch,
     )
 
 

@@ -66,6 +66,7 @@ class Lowered:
     device: Device | None = None  # that `plan` is for, and its backend
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
+    blocks: tuple[str, ...] = ()  # that `mixed_precision(watch=True)` watches
 
     def __str__(self) -> str:
         return str(self.program)
@@ -144,27 +145,30 @@ def lower(
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     if isinstance(step, EvalStep):
-        program, structure = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
+        program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
         return _fitting(Lowered(program, params, None, batch, structure, budget))
     traced = _traced(step, mesh, params, batch)
-    variants, opt_state, structure = traced.variants, traced.opt_state, traced.structure
+    variants = traced.variants
+    lowered = functools.partial(
+        Lowered, params=params, opt_state=traced.opt_state, batch=batch, structure=traced.structure, budget=budget, blocks=traced.blocks
+    )
     least, auto = _least(step, budget)
     if budget is None:
-        return Lowered(variants.verified(least), params, opt_state, batch, structure)
+        return lowered(variants.verified(least))
     starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]  # copies there take room that must be given
     if budget.nbytes is None:
         shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
         choice = fastest(variants, shared, budget) or least
-        return _fitting(Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice))
+        return _fitting(lowered(variants.verified(choice), choice=choice))
     chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in starts]
     choice = fastest(variants, [c for c in chosen if c is not None], budget)
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
         more = found.peak_bytes > budget.nbytes
         raise unmet(found, budget, _advice(step, mesh, params, batch, budget, found.peak_bytes) if more else ())
-    return Lowered(variants.verified(choice), params, opt_state, batch, structure, budget, choice)
+    return lowered(variants.verified(choice), choice=choice)
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Program:
@@ -187,6 +191,7 @@ class _Traced:
     opt_state: Inputs
     structure: tree.TreeSpec
     loops: bool
+    blocks: tuple[str, ...]
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
@@ -209,7 +214,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
         raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected():
-        program, structure = lower_train(
+        program, structure, blocks = lower_train(
             Training(
                 name=step.name,
                 loss_fn=step.loss_fn,
@@ -229,7 +234,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops)
+    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops, blocks)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:

@@ -24,6 +24,7 @@ from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
+from fzero.program.watch import Watched, gradient_statistics, output_maxima, watched_blocks
 
 DType = Callable[[Leaf], torch.dtype]
 ROUNDING_STREAM = 1 << 61
@@ -41,6 +42,7 @@ class Precision:
         casts: whether blocks cast their arguments to the dtype of their parameters.
         loss_scale: None: the loss is not scaled.
         stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
+        watch: whether the numbers of each block are watched (program/watch.py).
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -49,6 +51,7 @@ class Precision:
     casts: bool = False
     loss_scale: LossScale | None = None
     stochastic: bool = False
+    watch: bool = False
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
@@ -66,6 +69,7 @@ class Lowered(NamedTuple):
 
     program: Program
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    blocks: tuple[str, ...] = ()  # that are watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +110,19 @@ def lower_train(t: Training) -> Lowered:
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
 
     graph, found = _record_loss(t, places)
-    outputs, num_sums = graph.outputs, len(graph.outputs) - len(found.used)
+    num_sums, end = found.num_sums, found.num_sums + len(found.used)
+    outputs, maxima = graph.outputs[:end], graph.outputs[end:]
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
+    wanted |= dict.fromkeys(maxima, "block_max")
     body = Lines(graph, functions, names, wanted)
     lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names)
     lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
 
     sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
-    update, structure = record_update(t, grads, sum_values, found, names)
+    watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
+    max_values = [Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in maxima]
+    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
     program = Program(
         name=t.name,
@@ -126,7 +134,7 @@ def lower_train(t: Training) -> Lowered:
         functions=functions.by_name,
         owners=_owners(lines, {x.path for x in state}),
     )
-    return Lowered(program, structure)
+    return Lowered(program, structure, () if watched is None else watched.names)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,7 @@ class Found:
     """What tracing a loss showed: which leaves have a gradient, whether it is weighted, and its auxiliary values."""
 
     used: list[int]
+    num_sums: int
     weighted: bool
     aux: Means
 
@@ -155,11 +164,12 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
         aux_leaves, means = flatten_means(aux)
         seed = seed if seed is None else seed.to(loss.total.dtype)
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
-        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], loss.count is not None, means))
         scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
+        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(scalars), loss.count is not None, means))
         return [*(summable(s) for s in scalars), *(g for g in grads if g is not None)]
 
-    return run_traced("train_step", loss_and_grads, places, compat.trace_device(t.mesh.device_type), t.loss_fn, t.precision.casts), made[0]
+    device, precision = compat.trace_device(t.mesh.device_type), t.precision
+    return run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch), made[0]
 
 
 def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
@@ -366,7 +376,9 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
     return owners
 
 
-def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], traced: Found, names: Names) -> tuple[Line, tree.TreeSpec]:
+def record_update(
+    t: Training, grads: dict[int, Value], sums: Sequence[Value], maxima: Sequence[Value], traced: Found, names: Names, watched: Watched | None
+) -> tuple[Line, tree.TreeSpec]:
     """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
 
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
@@ -377,7 +389,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     state = [*scale_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
     places += [(x.path, x.shape, x.dtype) for x in state]
-    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *sums)]
+    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
     info: dict[str, Any] = {}
 
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
@@ -388,6 +400,7 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
+        largest = [next(it) for _ in maxima]
         total, *rest = it
         count = rest.pop(0) if traced.weighted else None
         # the gradients are those of the summed loss: make them those of the mean
@@ -421,6 +434,10 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
             written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
             written[1:1], at_minimum = scaling.update(scale_state, overflow)
             metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
+        if watched is not None:
+            tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
+            statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
+            metrics["precision"] = {**statistics, "output_max": output_maxima(largest, loss)}
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
         return [*written, *flat]
@@ -438,7 +455,12 @@ def record_update(t: Training, grads: dict[int, Value], sums: Sequence[Value], t
         "update",
         tuple(n for n, _, _ in places),
         tuple(metric_values),
-        attrs={"graph": recorded, "sums": tuple(v.name for v in sums), "grads": {params.leaves[i].path: grads[i].name for i in grads}},
+        attrs={
+            "graph": recorded,
+            "sums": tuple(v.name for v in sums),
+            "maxima": tuple(v.name for v in maxima),
+            "grads": {params.leaves[i].path: grads[i].name for i in grads},
+        },
         writes=tuple(targets),
     )
     return line, info["structure"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -93,11 +94,13 @@ class Blocks:
     """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
 
     With `casts` a block's floating-point arguments are cast to the dtype of its parameters where it begins, if these have one dtype.
+    With `watch` it has one output more, the largest absolute value among the others: `maxima` has that of each call, float32[].
     """
 
-    def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, casts: bool = False):
+    def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, casts: bool = False, watch: bool = False):
         self.joints: dict[Hashable, Joint] = {}
-        self._recorder, self._mode, self._casts, self._calls = recorder, mode, casts, 0
+        self.maxima: list[torch.Tensor] = []
+        self._recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self._names = Names()
 
     @contextmanager
@@ -126,10 +129,13 @@ class Blocks:
         if joint is None:
             name = self._names(_name(fn))
             with compat.no_modes(), torch.enable_grad() if grad else torch.no_grad():
-                joint = _trace(fn, name, spec, constants, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
+                joint = _trace(fn, name, spec, constants, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs), self._watch)
             self.joints[key] = joint
         call, self._calls = self._calls, self._calls + 1
         outputs = _Call.apply(self._recorder, joint, call, *tensors)
+        if self._watch:
+            *outputs, largest = outputs
+            self.maxima.append(largest)
         return tree.unflatten(joint.structure, outputs)
 
 
@@ -172,6 +178,7 @@ def _trace(
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
+    watch: bool,
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined."""
     owner = f"block {name}"
@@ -187,7 +194,7 @@ def _trace(
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
             raise TraceError(message(owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
-        return flat
+        return [*flat, _largest(flat)] if watch else flat
 
     try:
         with mode:
@@ -221,6 +228,13 @@ def _trace(
         return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
     finally:
         _tracer.reset(token)
+
+
+def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of floating-point tensors, float32[]: inf if one is nan, 0 if there is none."""
+    ends = [torch.linalg.vector_norm(x.detach(), math.inf).to(torch.float32) for x in values if x.is_floating_point() and x.numel()]
+    largest = functools.reduce(torch.maximum, ends, torch.zeros((), device=values[0].device))
+    return torch.where(largest.isnan(), math.inf, largest)
 
 
 def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

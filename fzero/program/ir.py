@@ -11,9 +11,9 @@ partial may rest in a state, and only a `whole` or a `local` may be returned.
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
 things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`, `draw_start`,
 `accumulate`, `add`, `assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
-micro-batch; an `accumulate` inside it is the sum over its turns and is read after it. Without a loop lines are repeated themselves (`repeats`), and `add`
-adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once, but for the
-leaves of the state: their buffers are donated, and `writes` says which a line overwrites. `redo` compares scalars with the guesses
+micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated
+themselves (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once,
+but for the leaves of the state: their buffers are donated, and `writes` says which a line overwrites. `redo` compares scalars with the guesses
 that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/program/guess.py);
 a plan counts it as not carried out. `zeros` makes a value of zeros.
 

@@ -332,10 +332,10 @@ def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], fill: Any, device: 
     elif fill == "highest":
         fill = math.inf if value.is_floating_point() else torch.iinfo(value.dtype).max
     integers = torch.empty(value.shape, dtype=torch.int64, device="meta")
-    valid = _emit(graph, num_valid, (tuple(shape),), torch.empty((), dtype=torch.int64, device="meta"))
+    valid = _once(graph, num_valid, (tuple(shape),), torch.empty((), dtype=torch.int64, device="meta"))
     index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
     inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
-    other = _emit(graph, aten.full.default, ([], fill), torch.empty((), dtype=value.dtype, device="meta"), {"dtype": value.dtype, "device": device})
+    other = _once(graph, aten.full.default, ([], fill), torch.empty((), dtype=value.dtype, device="meta"), {"dtype": value.dtype, "device": device})
     return _emit(graph, aten.where.self, (inside, x, other), value)
 
 
@@ -343,6 +343,12 @@ def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
     node = graph.call_function(target, args, kwargs or {})
     node.meta["val"] = value
     return node
+
+
+def _once(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
+    """The node that does this with the same constants, if there is one."""
+    known = (n for n in graph.find_nodes(op="call_function", target=target) if n.args == args and n.kwargs == (kwargs or {}))
+    return next(known, None) or _emit(graph, target, args, value, kwargs)
 
 
 def _numel(node: fx.Node) -> int:

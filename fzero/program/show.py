@@ -127,9 +127,9 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case "draw_start":
             code = f"draw_start({line.attrs['base']}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({line.attrs['base']})"
         case "accumulate":
-            code = f"accumulate({out[0]}, {args}{into})"
+            code = f"accumulate({out[0]}, {args}{_how(line)}{into})"
         case "add":
-            code = f"add([{', '.join(line.args[: len(out)])}], [{', '.join(line.args[len(out) :])}])"
+            code = f"add([{', '.join(line.args[: len(out)])}], [{', '.join(line.args[len(out) :])}]{_how(line)})"
             return Printed(depth, code, (f"{out[0]},",) if len(out) == 1 else out, types, "in place")
         case "assign":
             targets, sources = line.args[: len(line.writes)], line.args[len(line.writes) :]
@@ -137,6 +137,11 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
         case _:
             code = f"{line.op}({args})"
     return Printed(depth, code, out, types)
+
+
+def _how(line: Line) -> str:
+    """How values of several micro-batches become one, as an argument, where they are not added up."""
+    return "" if line.attrs["op"] == "sum" else f", op={line.attrs['op']!r}"
 
 
 def _micro(line: Line) -> str:

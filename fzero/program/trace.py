@@ -67,17 +67,19 @@ def run_traced(
     device: str,
     source: Any,
     casts: bool = False,
+    watch: bool = False,
 ) -> Recorded:
-    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments (program/block.py)."""
+    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments (program/block.py). With `watch` the
+    last result is the largest absolute value of each block's outputs, a vector over the calls, if there are any."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
         recorder.input(fake, f"in_{i}").meta["name"] = name
     versions = [f._version for f in fakes]
-    blocks = Blocks(recorder, mode, casts)
+    blocks = Blocks(recorder, mode, casts, watch)
     with mode, torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder, blocks.active():
-        outputs = fn(*fakes)
+        outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]
     changed = [name for f, v, (name, _, _) in zip(fakes, versions, inputs, strict=True) if f._version != v]
     if changed:
         raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead"))

@@ -17,20 +17,19 @@ import torch
 import torch.fx as fx
 
 from fzero.layout import TIERS
+from fzero.program.few import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
-from fzero.program.propagate import all_reduce, cut, draw_start, is_reduction, num_valid, propagate
+from fzero.program.propagate import all_reduce, cut, draw_start, num_valid, propagate
 from fzero.program.record import Recorded
 from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
-from fzero.random import DERIVE
 
 aten = torch.ops.aten
 
 Owner = tuple[int, int]
 """The number of a block, and of a tier in `TIERS`."""
 NOBODY: Owner = (-1, 0)
-_MARKERS = (all_reduce, cut, num_valid, draw_start)
 
 
 def cut_update(program: Program) -> Program:
@@ -55,6 +54,7 @@ class _Cutter:
         self.graph = propagate(source, sharded, demand, size, "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
+        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
         self._copy_moved()
@@ -90,13 +90,13 @@ class _Cutter:
             return node
 
         for node in self.graph.graph.nodes:
-            if _is_leaf_value(node):
+            if is_leaf_value(node):
                 for arg in node.all_input_nodes:
-                    if _is_leaf_value(arg):
+                    if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
         for target, node in zip(self.line.writes, self.outputs, strict=False):  # a leaf belongs to its new value, though it may not read it
             place = self.place[target]
-            if _is_leaf_value(place) and _is_leaf_value(node):
+            if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
         grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
@@ -113,7 +113,7 @@ class _Cutter:
         """How many reductions lie before a node."""
         level: dict[fx.Node, int] = {}
         for node in _in_order(self.graph.graph):
-            level[node] = max((level[a] + _reduces(a) for a in node.all_input_nodes), default=0)
+            level[node] = max((level[a] + reduces(a) for a in node.all_input_nodes), default=0)
         return level
 
     def _pack(self) -> None:
@@ -121,7 +121,7 @@ class _Cutter:
         level, graph = self._levels(), self.graph.graph
         groups: dict[tuple[int, Owner, torch.dtype, str], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if _reduces(node):
+            if reduces(node):
                 across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
                 groups[level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, str(across)].append(node)
         last = graph.output_node()
@@ -146,13 +146,14 @@ class _Cutter:
                 node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
                 if scalar is not node:
                     graph.erase_node(scalar)
+        slice_packed(graph)
         self.outputs = self.graph.outputs
         _sort(graph)
 
     def _emit(self) -> None:
         nodes, level = list(self.graph.graph.nodes), self._levels()
         needed = ancestors(self.outputs, stop=set())
-        stop = {n for n in nodes if n.op == "placeholder" or not _is_leaf_value(n) or n.target in (cut, all_reduce) or _reduces(n)}
+        stop = {n for n in nodes if n.op == "placeholder" or n.target in (cut, all_reduce) or reduces(n) or not (n.op == "get_attr" or is_leaf_value(n))}
         levels = sorted({level[n] for n in nodes if n in needed and n.op != "output"})
         for at in levels:
             here = [n for n in nodes if n in needed and level[n] == at]
@@ -167,7 +168,7 @@ class _Cutter:
             for node in here:
                 if node.target is cut:
                     self._cut(node, stop)
-            reductions = [n for n in here if _reduces(n)]
+            reductions = [n for n in here if reduces(n)]
             for group in self._by_owner(reductions):
                 self._function("reduce", group, (), stop - set(group))
             self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
@@ -178,10 +179,10 @@ class _Cutter:
         targets: dict[fx.Node, list[str]] = defaultdict(list)
         for target, node in writes:
             targets[node].append(target)
-        for group in self._by_owner([n for n in targets if _is_leaf_value(n)]):
+        for group in self._by_owner([n for n in targets if is_leaf_value(n)]):
             self._function("update", [n for n in group for _ in targets[n]], tuple(t for n in group for t in targets[n]), stop - set(group))
         for target, node in writes:
-            if not _is_leaf_value(node):
+            if not is_leaf_value(node):
                 self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
         for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
             if self.name[node] == value.name:
@@ -197,7 +198,7 @@ class _Cutter:
         return self.names(f"s_{self.num_scalars - 1}")
 
     def _is_scalar(self, node: fx.Node) -> bool:
-        return node.op in ("call_function", "get_attr") and not _is_leaf_value(node) and not _reduces(node) and node.target not in _MARKERS
+        return node.op == "call_function" and not is_leaf_value(node) and not reduces(node) and node.target not in MARKERS
 
     def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
         inside, returned = set(nodes), set(self.outputs)
@@ -296,25 +297,3 @@ def _sort(graph: fx.Graph) -> None:
     for node in _in_order(graph):
         if node is not last:
             last.prepend(node)
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else -1
-
-
-def _is_leaf_value(node: fx.Node) -> bool:
-    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar or a key."""
-    return node.op in ("placeholder", "call_function") and ("shard" in node.meta or not (_numel(node) == 1 or _is_key(node)))
-
-
-def _is_key(node: fx.Node) -> bool:
-    """Whether a node is a key of `fz.random`, or several: like a scalar it is made once, and read by all leaves."""
-    if node.op == "placeholder":
-        return node.meta["val"].dtype == torch.int64 and node.meta["val"].shape == (3,)
-    return node.target is DERIVE or (node.target is aten.select.int and _is_key(node.all_input_nodes[0]))
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Whether a node makes a scalar of a leaf value: what reads it comes a level later."""
-    return "reduction" in node.meta or (is_reduction(node) and "shard" not in node.meta)

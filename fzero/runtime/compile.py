@@ -75,6 +75,13 @@ class _Compiled:
         return self._lowered.program
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that `metrics["precision"]` is about, in its order; none without `mixed_precision(watch=True)`."""
+        _ = self.program
+        assert self._lowered is not None
+        return self._lowered.blocks
+
+    @property
     def plan(self) -> Plan:
         """What the program that ran last costs each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:

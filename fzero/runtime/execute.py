@@ -175,11 +175,18 @@ def _assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
         old.copy_(new)
 
 
-def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The running sum over micro-batches, in its place in the pool."""
-    return into[0].copy_(part) if total is None else total.add_(part)
+_JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": lambda total, part: total.add_(part),
+    "max": lambda total, part: torch.maximum(total, part, out=total),
+}
+"""How the values of two micro-batches become one, in the place of the first."""
 
 
-def _add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """The running sum over micro-batches, or the largest so far, in its place in the pool."""
+    return into[0].copy_(part) if total is None else _JOINS[op](total, part)
+
+
+def _add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum") -> Sequence[torch.Tensor]:
     """Totals, each with a part added where it lies."""
-    return [total.add_(part) for total, part in zip(totals, parts, strict=True)]
+    return [_JOINS[op](total, part) for total, part in zip(totals, parts, strict=True)]

@@ -20,6 +20,7 @@ from fzero.program.device import on_device
 from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, copied
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Interpreter:
@@ -79,9 +80,10 @@ class Interpreter:
                 here = self._valid_range(line)[0] if line.attrs["axes"] else 0
                 return [torch.tensor(line.attrs["base"] + here, device=self.mesh.device)]
             case "accumulate":
-                return [self.values[line.out[0].name] + args[0] if turn else args[0].clone()]
+                return [_JOINS[line.attrs["op"]](self.values[line.out[0].name], args[0]) if turn else args[0].clone()]
             case "add":
-                return [total + part for total, part in zip(args[: len(line.out)], args[len(line.out) :], strict=True)]
+                join = _JOINS[line.attrs["op"]]
+                return [join(total, part) for total, part in zip(args[: len(line.out)], args[len(line.out) :], strict=True)]
             case "assign":
                 self._write(line.writes, args[len(line.writes) :])
                 return ()

@@ -161,6 +161,8 @@ class _Meanings:
                 self._set(line.out[0].name, replace(self._of[line.args[0]], parts=frozenset([self._part(micro)])))
             case "take_shard":
                 self._set(line.out[0].name, self._of.get(line.args[0]))
+            case "accumulate" | "add" if line.attrs["op"] != "sum":
+                return
             case "accumulate":
                 old, new = self._of.get(line.out[0].name) if turn else None, self._of.get(line.args[0])
                 self._set(line.out[0].name, _together(old, new) if turn else new)

@@ -76,7 +76,8 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     lines, totals = _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
     update = next(line for line in program.lines if line.op == "update")
     grads = {leaf: totals[name] for leaf, name in update.attrs["grads"].items()}
-    update = replace(update.rename(totals), attrs={**update.attrs, "grads": grads, "sums": tuple(totals[s] for s in update.attrs["sums"])})
+    attrs = {**update.attrs, "grads": grads, **{kind: tuple(totals[name] for name in update.attrs[kind]) for kind in ("sums", "maxima")}}
+    update = replace(update.rename(totals), attrs=attrs)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
     return replace(program, inputs=inputs, lines=(*lines, update))
 
@@ -92,13 +93,22 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     body = [Line("take_part", (name,), (replace(values[name], name=part),), attrs={"count": num}, by="accumulate") for name, part in parts.items()]
     body += [line.rename(parts) for line in inside]
     totals: dict[str, str] = {}
-    for name in (*update.attrs["sums"], *update.attrs["grads"].values()):
+    for name in _summands(update):
         value = values[name]
         totals[name] = names(f"{name}_total")
-        body.append(Line("accumulate", (name,), (Value(totals[name], value.shape, value.dtype),), by="accumulate"))
+        body.append(Line("accumulate", (name,), (Value(totals[name], value.shape, value.dtype),), attrs={"op": _how(update, name)}, by="accumulate"))
     body = [replace(line, attrs={**line.attrs, "count": num}) if line.op == "part_index" else line for line in body]
     loop = Line("loop", attrs={"count": num}, body=tuple(_early(body)), by="accumulate")
     return [*before, loop], totals
+
+
+def _summands(update: Line) -> tuple[str, ...]:
+    """What the update reads of all micro-batches together."""
+    return (*update.attrs["sums"], *update.attrs["maxima"], *update.attrs["grads"].values())
+
+
+def _how(update: Line, name: str) -> str:
+    return "max" if name in update.attrs["maxima"] else "sum"
 
 
 def _early(lines: list[Line]) -> list[Line]:
@@ -119,6 +129,7 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
     another's are made they are added to them in place. `micro` among a line's attributes: the micro-batch it is for, and how many there are.
     """
     names, values = Names(program.values()), program.values()
+    update = next(line for line in program.lines if line.op == "update")
     lines, summands = _alone(program, names)
     new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
     out: list[Line] = []
@@ -138,11 +149,12 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
             for line in unit:
                 renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
                 out.append(replace(line.rename(new[m]), out=renamed, attrs={**line.attrs, "micro": (m, num)}))
-            if adds and m:
-                parts = tuple(new[k][v.name] for k in (0, m) for v in adds)
-                totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in adds)
-                out.append(Line("add", parts, totals, attrs={"micro": (m, num)}, by="accumulate"))
-                new[0].update((v.name, total.name) for v, total in zip(adds, totals, strict=True))
+            for op in ("sum", "max") if m else ():
+                group = [v for v in adds if _how(update, summands[v.name]) == op]
+                parts = tuple(new[k][v.name] for k in (0, m) for v in group)
+                totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
+                out += [Line("add", parts, totals, attrs={"micro": (m, num), "op": op}, by="accumulate")] if group else []
+                new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
     return out, {name: new[0][summand] for summand, name in summands.items()}
 
 
@@ -152,7 +164,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
     update = next(line for line in program.lines if line.op == "update")
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines for a in line.args}
-    summands = {name: name for name in (*update.attrs["sums"], *update.attrs["grads"].values())}
+    summands = {name: name for name in _summands(update)}
     out: list[Line] = []
     for line in lines:
         out.append(line)

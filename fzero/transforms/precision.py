@@ -36,6 +36,7 @@ class MixedPrecision(Transform):
     loss_scale: LossScale | None = None
     loss_scale_at_minimum: str = "warn"
     where: Where | None = None
+    watch: bool = False
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
 
@@ -88,6 +89,8 @@ class MixedPrecision(Transform):
             shown.append(f"loss_scale_at_minimum={self.loss_scale_at_minimum!r}")
         if self.where is not None:
             shown.append(f"where={getattr(self.where, '__name__', repr(self.where))}")
+        if self.watch:
+            shown.append("watch=True")
         return f"mixed_precision({', '.join(shown)})"
 
 
@@ -102,6 +105,7 @@ def mixed_precision(
     loss_scale: str | float | LossScale | None = None,
     loss_scale_at_minimum: str = "warn",
     where: Where | None = None,
+    watch: bool = False,
 ) -> Any:
     """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
 
@@ -173,7 +177,7 @@ def mixed_precision(
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
     found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
-    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where), step)
+    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch), step)
 
 
 def _not_a_scale(value: Any) -> list[str]:

@@ -45,6 +45,7 @@ class _Rewrite:
         self.grads: dict[str, str] = {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
+        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs["maxima"]]
 
     def run(self) -> Program:
         inputs = []
@@ -92,6 +93,8 @@ class _Rewrite:
                         sums.append(value.name)
                         if len(sums) == len(self.sums):
                             out += self._reduce_sums(sums)
+                    if value.name in self.maxima:
+                        out += self._reduce_sums([value.name], "max")
         return out
 
     def _param(self, name: str) -> Leaf:
@@ -161,7 +164,7 @@ class _Rewrite:
         local = line.op in ("part_index", "take_part") or any(self.placement.get(a, WHOLE) != WHOLE for a in line.args)
         out = []
         for value in line.out:
-            summand = value.name in self.grads or value.name in self.sums or value.name in self.added
+            summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
             placement = Placement(partial=self.zero.batch_axes) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
@@ -178,12 +181,12 @@ class _Rewrite:
         lines = self._reduce_scatter(scatter)
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
-    def _reduce_sums(self, names: list[str]) -> list[Line]:
-        return [self._accumulate(n, self.totals[n]) for n in names] if self.totals else self._all_reduce(names)
+    def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+        return [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
 
-    def _accumulate(self, name: str, total: str) -> Line:
+    def _accumulate(self, name: str, total: str, op: str = "sum") -> Line:
         self.placement[total] = self.placement[name]
-        return Line("accumulate", (name,), (replace(self.values[total], placement=self.placement[name]),), by="accumulate")
+        return Line("accumulate", (name,), (replace(self.values[total], placement=self.placement[name]),), attrs={"op": op}, by="accumulate")
 
     def _after_loop(self) -> list[Line]:
         """What was added up whole is reduced now, once a step."""
@@ -191,7 +194,7 @@ class _Rewrite:
         for name, path in self.grads.items():
             if self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
-        lines = self._all_reduce([self.totals[s] for s in self.sums])
+        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce([self.totals[m] for m in self.maxima], op="max")
         for names in groups.values():
             scatter = [n for n in names if self.zero.opt_state(self.program.leaves[self.grads[n]])]
             lines += self._reduce_scatter([self.totals[n] for n in scatter])
@@ -217,7 +220,7 @@ class _Rewrite:
                 self.renamed[n] = self.renamed.pop(v.name)
         return lines
 
-    def _all_reduce(self, names: list[str], axes: tuple[str, ...] | None = None) -> list[Line]:
+    def _all_reduce(self, names: Sequence[str], axes: tuple[str, ...] | None = None, op: str = "sum") -> list[Line]:
         lines: list[Line] = []
         if not names:
             return lines
@@ -227,7 +230,7 @@ class _Rewrite:
             handle = self._handle("reduce")
             sources = tuple(current.values())
             out = [replace(self.values[s], name=self.names(f"{n}_sum"), placement=replace(self.placement[s], partial=tuple(left))) for n, s in current.items()]
-            lines.append(Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": "sum"}, by="data_parallel"))
+            lines.append(Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel"))
             lines.append(Line("wait", (handle.name,), tuple(out), by="data_parallel"))
             for n, v in zip(names, out, strict=True):
                 self.placement[v.name], self.values[v.name], current[n] = v.placement, v, v.name
@@ -249,7 +252,7 @@ class _Rewrite:
                 aliases[value.name] = path
                 groups[self._owner(path)].append(path)
         grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
-        attrs = {**line.attrs, "grads": grads, "leaf": aliases}
+        attrs = {**line.attrs, "grads": grads, "leaf": aliases, "maxima": tuple(self.renamed.get(m, m) for m in line.attrs["maxima"])}
         out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
             handle = self._handle("gather")
