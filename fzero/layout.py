@@ -32,6 +32,8 @@ COMPUTE = "extras['compute']"
 
 LOSS_SCALE = "extras['loss_scale']"
 """The path of what a loss scale remembers."""
+PRECISION = "extras['precision']"
+"""The path of what is counted of each parameter's precision."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import torch
 from fzero import compat, tree
 from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, PRECISION, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.base import Precision
+from fzero.program.counters import PrecisionState
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
@@ -37,10 +38,11 @@ def precision_of(step: Step | EvalStep) -> Precision:
         compute=record.compute_dtype,
         reduce=record.reduce_dtype,
         outputs=record.output_dtype,
-        casts=record.where is not None,
-        loss_scale=record.loss_scale,
+        casts=record.where is not None or record.auto,
+        loss_scale=record.scaling,
         stochastic=record.rounding == "stochastic",
         watch=record.watch,
+        safer=record.safer,
     )
 
 
@@ -48,7 +50,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.compute_dtype(leaf) != leaf.dtype)
+    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf))
     zero.check()
     return zero
 
@@ -146,12 +148,15 @@ def batch_inputs(batch: Any) -> Inputs:
     return Inputs(structure, leaves, tuple(range(len(leaves))))
 
 
-def extra_leaves(step: Step) -> dict[str, Leaf]:
+def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
     """The leaves of a state besides parameters, optimizer state and copies to compute with, by path."""
+    precision = find(step.transforms, MixedPrecision)
     leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
     if precision_of(step).loss_scale is not None:
         dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
         leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
+    if precision is not None and precision.auto:
+        leaves += [Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32)) for name in PrecisionState._fields]
     return {leaf.path: leaf for leaf in leaves}
 
 

@@ -32,13 +32,14 @@ from fzero.leaves import (
     precision_of,
     zero_of,
 )
-from fzero.mesh import AbstractMesh
+from fzero.mesh import AbstractMesh, Mesh
 from fzero.program import fuse
 from fzero.program.base import Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.record import uncollected
 from fzero.program.trace import Inputs
 from fzero.program.verify import verify
+from fzero.program.watch import Watched
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
@@ -47,7 +48,7 @@ from fzero.step import EvalStep, Step, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
-from fzero.transforms.precision import mixed_precision
+from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_bytes
 from fzero.variants import Variants, finished
 
@@ -66,10 +67,15 @@ class Lowered:
     device: Device | None = None  # that `plan` is for, and its backend
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
-    blocks: tuple[str, ...] = ()  # that `mixed_precision(watch=True)` watches
+    watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that `metrics["precision"]` is about, in its order."""
+        return () if self.watched is None else self.watched.names
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -134,6 +140,7 @@ def lower(
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         axes: dict[str, Any] = mesh.axes
         mesh = AbstractMesh(device_type=kind, **axes)
+    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
     nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
     budget, chosen = Budget(nbytes, rates, backend, host, disk), ()
     if isinstance(step, Step):
@@ -152,7 +159,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     traced = _traced(step, mesh, params, batch)
     variants = traced.variants
     lowered = functools.partial(
-        Lowered, params=params, opt_state=traced.opt_state, batch=batch, structure=traced.structure, budget=budget, blocks=traced.blocks
+        Lowered, params=params, opt_state=traced.opt_state, batch=batch, structure=traced.structure, budget=budget, watched=traced.watched
     )
     least, auto = _least(step, budget)
     if budget is None:
@@ -179,6 +186,7 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Pro
         params: the tree, with whole leaves.
         batch: one rank's batch.
     """
+    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
     return _traced(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch)).base
 
 
@@ -191,7 +199,7 @@ class _Traced:
     opt_state: Inputs
     structure: tree.TreeSpec
     loops: bool
-    blocks: tuple[str, ...]
+    watched: Watched | None
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
@@ -214,7 +222,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
         raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected():
-        program, structure, blocks = lower_train(
+        program, structure, watched = lower_train(
             Training(
                 name=step.name,
                 loss_fn=step.loss_fn,
@@ -225,7 +233,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 trains=trains,
                 opt_state=opt_state,
                 batch=micro,
-                extras=extra_leaves(step),
+                extras=extra_leaves(step, params),
                 mesh=mesh,
                 precision=precision_of(step),
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
@@ -234,7 +242,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops, blocks)
+    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops, watched)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:

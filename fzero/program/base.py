@@ -20,6 +20,7 @@ from fzero.layout import COMPUTE, LOSS_SCALE, Leaf
 from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.optim.loss_scale import LossScale, LossScaleState
+from fzero.program.counters import PrecisionState, counted
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.program.record import Recorded, record
@@ -43,6 +44,7 @@ class Precision:
         loss_scale: None: the loss is not scaled.
         stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
         watch: whether the numbers of each block are watched (program/watch.py).
+        safer: the paths of the parameters that were moved to float32 by what was counted (program/counters.py).
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -52,6 +54,7 @@ class Precision:
     loss_scale: LossScale | None = None
     stochastic: bool = False
     watch: bool = False
+    safer: tuple[str, ...] = ()
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
@@ -69,7 +72,7 @@ class Lowered(NamedTuple):
 
     program: Program
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
-    blocks: tuple[str, ...] = ()  # that are watched
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,7 @@ def lower_train(t: Training) -> Lowered:
         functions=functions.by_name,
         owners=_owners(lines, {x.path for x in state}),
     )
-    return Lowered(program, structure, () if watched is None else watched.names)
+    return Lowered(program, structure, watched)
 
 
 @dataclass(frozen=True)
@@ -384,10 +387,10 @@ def record_update(
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    scale_leaves = [leaf for leaf in t.extras.values() if leaf.role == "loss_scale"]
+    scale_leaves, count_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision"))
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
-    state = [*scale_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
+    state = [*scale_leaves, *count_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
     places += [(x.path, x.shape, x.dtype) for x in state]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
     info: dict[str, Any] = {}
@@ -397,6 +400,7 @@ def record_update(
         step = next(it)
         key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
         scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
+        counts = [next(it) for _ in count_leaves]
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
@@ -424,20 +428,23 @@ def record_update(
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        metrics = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
+        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        written = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        written, few = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)], []
         if scaling is not None and scale_state is not None:
             overflow = torch.logical_not(torch.isfinite(norm))
             old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
             written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
-            written[1:1], at_minimum = scaling.update(scale_state, overflow)
+            few, at_minimum = scaling.update(scale_state, overflow)
             metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
         if watched is not None:
             tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
             statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
-            metrics["precision"] = {**statistics, "output_max": output_maxima(largest, loss)}
+            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest, loss)}
+            safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
+            few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
+        written[1:1] = few
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
         return [*written, *flat]

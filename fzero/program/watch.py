@@ -68,6 +68,7 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
         grad_norm: float32[n], of the gradients of a block's parameters taken as one vector.
         grad_max: float32[n], of their absolute values; inf if one is nan.
         underflow: float32[n], the share of their elements that are below `tiny` once scaled, zeros included.
+        zero: float32[n], the share of zeros.
     """
     flat = [i for i in grads if grads[i].numel()]
     device = grads[flat[0]].device
@@ -83,11 +84,14 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
     squares = of_blocks(vector([sum_of_squares(grads[i]) for i in flat])).sum(1)
     limits = {x: x if scale is None else x / scale for x in set(tiny.values())}
     few = of_blocks(vector([(grads[i].abs() < limits[tiny[i]]).sum(dtype=torch.float32) for i in flat])).sum(1)
+    zeros = of_blocks(vector([(grads[i] == 0).sum(dtype=torch.float32) for i in flat])).sum(1)
     largest = of_blocks(vector([torch.linalg.vector_norm(grads[i], math.inf) for i in flat])).amax(1)
+    num = torch.tensor([float(max(n, 1)) for n in sizes], device=device)
     return {
         "grad_norm": squares.sqrt(),
         "grad_max": torch.where(squares.isnan(), math.inf, largest),  # not every transfer keeps a nan among larger numbers
-        "underflow": few / torch.tensor([float(max(n, 1)) for n in sizes], device=device),
+        "underflow": few / num,
+        "zero": zeros / num,
     }
 
 

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import LOSS_SCALE, Leaf, home_of, leaf_of, place, shard
+from fzero.layout import LOSS_SCALE, PRECISION, Leaf, home_of, leaf_of, place, shard
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -34,15 +34,15 @@ from fzero.leaves import (
 )
 from fzero.lower import Lowered, lower_inputs, resolve
 from fzero.mesh import Mesh, return_freed_memory
-from fzero.optim.loss_scale import LossScaleState
+from fzero.program import counters
 from fzero.program.device import on_device
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
-from fzero.runtime import agree, birth, gather, profile, resting
+from fzero.runtime import agree, birth, gather, profile, resting, safer
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
-from fzero.runtime.states import abstract_state, differences, differing_extras, first_leaves, placed_inputs, state_leaves
+from fzero.runtime.states import KEPT, abstract_state, differences, differing_extras, first_leaves, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan
@@ -50,7 +50,7 @@ from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, paths_of
-from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.precision import MixedPrecision, begun
 from fzero.units import parse_bytes
 
 
@@ -90,9 +90,11 @@ class _Compiled:
             self._planned = self.program, replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend)
         return self._planned[1]
 
-    def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any]) -> tuple[Lowered, Callable[..., Any]]:
+    def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
+        """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         key = (id(params), tree.structure(batch), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch))
         if key not in self._runs:
+            before()
             lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
             self._runs[key] = (lowered, run)
         lowered, run = self._runs[key]
@@ -135,9 +137,11 @@ class CompiledStep(_Compiled):
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
-        scaling = precision.loss_scale if precision else None
+        scaling = precision.scaling if precision else None
         self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
         self._params: Inputs | None = None
+        self._moved: tuple[Decision, ...] = ()  # the blocks that compute in a safer dtype
+        self._counts: Any = None  # what that was decided by
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # `_of` and a program, and what `_may_guess` found of them
         self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
 
@@ -237,15 +241,20 @@ class CompiledStep(_Compiled):
             self._resolve(whole)
             inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        extras = extra_leaves(self.step)
+        extras = extra_leaves(self.step, inputs)
         names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
         index = checkpoint.describe(path)
-        held = {name for name in index.leaves if name.startswith("extras.loss_scale.")}
-        if not held:  # of a step without a loss scale: it begins anew
-            names = {n: leaf for n, leaf in names.items() if leaf.role != "loss_scale"}
-        elif "loss_scale" not in {leaf.role for leaf in names.values()}:  # of a step with one, that is not wanted any more
-            index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
+        for role in KEPT:
+            held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
+            if not held:  # of a step without it: it begins anew
+                names = {n: leaf for n, leaf in names.items() if leaf.role != role}
+            elif role not in {leaf.role for leaf in names.values()}:  # of a step with it, that is not wanted any more
+                index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
+            found = checkpoint.read(path, counted, self.mesh)
+            counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
+            self.step = safer.resolved(self.step, inputs, counts, self.mesh)
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
@@ -293,7 +302,25 @@ class CompiledStep(_Compiled):
         if not self._runs:
             trained = self.step.trains(abstract_params(params))
             agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
-        return self._run_for(params, batch, tree.leaves(batch))
+        return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
+
+    def _make_safer(self, state: State, params: Inputs) -> None:
+        """Moves what `mixed_precision("auto")` would move by the counts of a state, unless that has been laid out otherwise: then the next restore does."""
+        if (counts := state.extras.get("precision")) is not None:
+            step = safer.resolved(self.step, params, counts, self.mesh)
+            if compute_leaves(step, self.mesh, params) == compute_leaves(self.step, self.mesh, params):
+                self.step, self._counts = step, counts
+                if (scaling := precision_of(step).loss_scale) is not None:
+                    safer.renew(state.extras["loss_scale"], scaling, counts)
+
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
+        lowered, finish = super()._build(params, batch)
+        if self._counts is not None and lowered.watched is not None:
+            moved = safer.decisions(self.step, params, lowered.watched, self._counts)
+            if moved != self._moved:
+                safer.say(moved, self.mesh)
+            self._moved, lowered = moved, replace(lowered, chosen=(*lowered.chosen, *moved))
+        return lowered, finish
 
     def _may_guess(self, state: State) -> bool:
         """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
@@ -362,17 +389,16 @@ class CompiledStep(_Compiled):
             for i, x in values.items():
                 place(x, inputs.leaves[i], self.mesh)
         scaling = precision_of(self.step).loss_scale
-        begins = {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
-        few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step).items()}
+        begins = {f"{PRECISION}.{name}": x for name, x in counters.begin(len(params.ties))._asdict().items()}
+        begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
+        few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step, params).items()}
         copies = compute_leaves(self.step, self.mesh, params)
 
         def cast() -> dict[int, torch.Tensor]:
             return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
 
         extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
-        if scaling is not None:
-            extras["loss_scale"] = LossScaleState(*(few[p] for p in begins))
-        state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras)
+        state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
         self._params, self._of = params, (state.params, state.opt_state, first_leaves(state.params, state.opt_state))
         return state
 
@@ -466,6 +492,7 @@ def compile(
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
+    step = begun(step, mesh.device)
     if (precision := find(step.transforms, MixedPrecision)) is not None:
         precision.check_device(mesh.device)
     nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))

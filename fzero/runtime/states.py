@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import COMPUTE, LOSS_SCALE, Layout, Leaf, leaf_of, ties
+from fzero.layout import COMPUTE, LOSS_SCALE, PRECISION, Layout, Leaf, leaf_of, ties
 from fzero.leaves import abstract_params, compute_leaves, extra_leaves
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
+from fzero.program.counters import PrecisionState
 from fzero.program.trace import Inputs
 from fzero.step import State, Step
 
@@ -24,6 +25,16 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
         known = leaf_of(x)
         leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+KEPT: dict[str, tuple[str, Any]] = {"loss_scale": (LOSS_SCALE, LossScaleState), "precision": (PRECISION, PrecisionState)}
+"""Where a run is besides its step and its key: the path of what `extras` holds under a name, which is the role of its leaves too, and what makes it of them."""
+
+
+def kept(values: dict[str, Any]) -> dict[str, Any]:
+    """The extras that are made of values by path, of those that are there."""
+    there = {name: make for name, (path, make) in KEPT.items() if f"{path}.{make._fields[0]}" in values}
+    return {name: make(*(values[f"{KEPT[name][0]}.{field}"] for field in make._fields)) for name, make in there.items()}
 
 
 def first_leaves(*trees: Any) -> list[torch.Tensor]:
@@ -43,23 +54,23 @@ def differences(found: Inputs, expected: Inputs) -> list[str]:
 
 def differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
     """How the copies to compute with, and the loss scale, of a state differ from those that a step expects."""
-    found = [x for name, path in (("compute", COMPUTE), ("loss_scale", LOSS_SCALE)) for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
+    roots = {"compute": COMPUTE, **{name: path for name, (path, _) in KEPT.items()}}
+    found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
-    expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step).values() if leaf.role == "loss_scale")]
+    expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout]
 
 
 def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    scale = [scalar for leaf in few.values() if leaf.role == "loss_scale"]
-    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, {"loss_scale": LossScaleState(*scale)} if scale else {})
+    extras = kept({path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for path, leaf in few.items()})
+    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, extras)
 
 
 def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
-    scale = [leaf for leaf in few.values() if leaf.role == "loss_scale"]
-    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *scale]
+    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *(leaf for leaf in few.values() if leaf.role in KEPT)]
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:

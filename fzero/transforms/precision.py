@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ from fzero.optim.loss_scale import LossScale, fixed_scale
 from fzero.program.device import computes_in
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
+
+if TYPE_CHECKING:
+    from fzero.step import EvalStep, Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDINGS = ("stochastic", "nearest")
@@ -37,8 +40,15 @@ class MixedPrecision(Transform):
     loss_scale_at_minimum: str = "warn"
     where: Where | None = None
     watch: bool = False
+    auto: bool = False
+    safer: tuple[str, ...] = ()  # paths of the parameters that "auto" has moved to fp32
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """How the loss is scaled, if it is."""
+        return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
         """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts."""
@@ -47,10 +57,14 @@ class MixedPrecision(Transform):
         return self.where is None or leaf.role != "params" or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
-        return DTYPES[self.compute] if self.selects(leaf) else leaf.dtype
+        return leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.compute]
 
     def reduce_dtype(self, leaf: Leaf) -> torch.dtype:
-        return DTYPES[self.reduce] if self.selects(leaf) else leaf.dtype
+        return leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.reduce]
+
+    def casts(self, leaf: Leaf) -> bool:
+        """Whether a leaf as it rests is computed in another dtype, or was before it was moved to a safer one: how it rests does not change."""
+        return self.selects(leaf) and DTYPES[self.compute] != leaf.dtype
 
     def resting_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype in which a parameter rests that is given as `leaf`."""
@@ -78,18 +92,20 @@ class MixedPrecision(Transform):
 
     def __str__(self) -> str:
         shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
+        if self.auto:
+            shown.append("auto=True" + (f", safer={len(self.safer)} leaves" if self.safer else ""))
         if self.rounding is not None:
             shown.append(f"rounding={self.rounding!r}")
         if self.outputs != "fp32":
             shown.append(f"outputs={self.outputs!r}")
-        if self.loss_scale is not None:
-            plain = "'dynamic'" if self.loss_scale == LossScale() else f"{self.loss_scale.initial:g}"
-            shown.append(f"loss_scale={plain if self.loss_scale.fixed or self.loss_scale == LossScale() else self.loss_scale}")
+        if (scaling := self.scaling) is not None:
+            plain = "'dynamic'" if scaling == LossScale() else f"{scaling.initial:g}"
+            shown.append(f"loss_scale={plain if scaling.fixed or scaling == LossScale() else scaling}")
         if self.loss_scale_at_minimum != "warn":
             shown.append(f"loss_scale_at_minimum={self.loss_scale_at_minimum!r}")
         if self.where is not None:
             shown.append(f"where={getattr(self.where, '__name__', repr(self.where))}")
-        if self.watch:
+        if self.watch and not self.auto:
             shown.append("watch=True")
         return f"mixed_precision({', '.join(shown)})"
 
@@ -106,6 +122,7 @@ def mixed_precision(
     loss_scale_at_minimum: str = "warn",
     where: Where | None = None,
     watch: bool = False,
+    start: str | None = None,
 ) -> Any:
     """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
 
@@ -122,9 +139,15 @@ def mixed_precision(
     (with the count that schedules go by) and step count keep their bits, and the next step draws with the same key. The scale moves as
     `LossScale` says; it rests in `state.extras["loss_scale"]`, and checkpoints have it.
 
+    With "auto" the step begins in `start`, is watched, and counts for each block how often it overflows, or more than half of its gradient, zeros aside,
+    underflows. When a step is built, that is by a `compile` whose state is restored, or for a batch of another shape, the blocks whose count has reached its
+    limit compute in fp32 from then on: the log and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where,
+    does not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them. `train.step` is the step as it was built.
+    Code outside blocks stays as it is, and must itself cast what it multiplies: a moved block returns fp32.
+
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
-        compute: "bf16", "fp16" or "fp32".
+        compute: "bf16", "fp16", "fp32" or "auto".
         params: dtype in which parameters rest. Optimizer state is float32.
         reduce: dtype in which gradients cross the wire and are accumulated.
         rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there; see
@@ -136,18 +159,26 @@ def mixed_precision(
         loss_scale_at_minimum: what an overflow does when the scale cannot be lowered any more: "warn", once, and go on with the metric
             `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs behind the host, in the next.
         where: predicate `(path, leaf)` of the parameters it is about, by default all. `leaf` is a meta tensor.
+        watch: whether the metrics have statistics of each block. "auto" always has them.
+        start: the dtype that "auto" begins in: "bf16", "fp16", or by default bf16 where the device computes in it and fp16, with a loss scale, where not.
 
     Metrics: with a loss scale `loss_scale`, that of this step; `skipped`, whether it was; `loss_scale_at_minimum`. `finite` says so of loss and gradients,
-        as without it.
+        as without it. Watched, `precision`: vectors, float32[num_blocks], whose entries are the blocks of `train.blocks`, in the order of the forward, and last
+        the code outside blocks. `grad_norm` and `grad_max`: of the gradients of a block's parameters, unscaled; a parameter that several blocks take is the
+        first one's. `underflow`: the share of the elements of that gradient which are below the smallest normal number of the dtype it is computed in, zeros
+        included, of the scaled one where the loss is; `zero`: of zeros. `output_max`: the largest absolute value of a block's outputs, over all ranks
+        and micro-batches; of the code outside blocks, the loss. A nan counts as inf.
     Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow is found in the norm that is
-        a metric anyway: nothing more is sent.
+        a metric anyway: nothing more is sent. Watched: 4 bytes a block, reduced by themselves; where gradients are sharded, for each leaf 8 bytes with those of
+        the norm and 4 more by themselves.
     Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the optimizer's memory: with
         `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute` (2 bytes a parameter) exists during the step only.
-        A loss scale: 28 bytes.
+        A loss scale: 28 bytes. The counts of "auto": 8 bytes a leaf.
 
     Raises:
-        FzeroValueError: an unknown dtype or rounding; a rounding where parameters do not rest in bf16; a loss scale that is not above 0, or one where
-            nothing is in fp16: bf16 has the range of fp32; from `compile`, a dtype that the device does not compute in, with those it does.
+        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or one that no block can be moved from; a rounding where parameters do not
+            rest in bf16; a loss scale that is not above 0, or one where nothing is in fp16: bf16 has the range of fp32; from `compile`, a dtype that the
+            device does not compute in, with those it does.
         TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where` accepts one path and not another.
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
@@ -155,14 +186,17 @@ def mixed_precision(
     """
     if isinstance(step, str):
         step, compute = None, step
+    auto = compute == "auto"
+    if auto:
+        compute = start or "auto"
     dtypes = {"compute": compute, "params": params, "reduce": reduce, **({} if outputs is None else {"outputs": outputs})}
-    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in DTYPES]
+    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in DTYPES and (what, value) != ("compute", "auto")]
     if unknown:
-        raise FzeroValueError(message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}"))
+        raise FzeroValueError(message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'"))
     if where is not None and not callable(where):
         problem = f"where={where!r}: a predicate is a function of (path, leaf)"
         raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
-    scaled = "fp16" in (compute, reduce)
+    scaled = "fp16" in (compute, reduce) or compute == "auto"
     problems = [] if loss_scale_at_minimum in AT_MINIMUM else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
     problems += _not_a_scale(loss_scale)
     if not scaled and not problems:
@@ -171,13 +205,26 @@ def mixed_precision(
     fixes = ["'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"] if problems else []
     if unrounded := _not_a_rounding(rounding, params):
         problems, fixes = problems + unrounded, [*fixes, 'rounding="stochastic" or "nearest", with params="bf16"']
+    if unwatched := _not_a_watch(watch, start, auto):
+        problems, fixes = problems + unwatched, [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"']
     if problems:
         raise FzeroValueError(message("mixed_precision", "these arguments cannot work", problems, "; ".join(fixes)))
     if params == "bf16":
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
     found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
-    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch), step)
+    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto, auto), step)
+
+
+def begun(step: Step | EvalStep, device: torch.device | None) -> Any:
+    """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one that computes in bf16."""
+
+    def begin(record: Transform) -> Transform:
+        if not isinstance(record, MixedPrecision) or record.compute != "auto":
+            return record
+        return replace(record, compute="bf16" if device is None or computes_in(device, torch.bfloat16) else "fp16")
+
+    return replace(step, transforms=tuple(map(begin, step.transforms)))
 
 
 def _not_a_scale(value: Any) -> list[str]:
@@ -186,6 +233,15 @@ def _not_a_scale(value: Any) -> list[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return [f"loss_scale={value!r}: neither 'dynamic', nor a number, nor a LossScale"]
     return [] if 0 < value < math.inf else [f"loss_scale={value!r}: a scale is above 0 and finite"]
+
+
+def _not_a_watch(watch: Any, start: str | None, auto: bool) -> list[str]:
+    problems = [] if isinstance(watch, bool) else [f"watch={watch!r}: neither True nor False"]
+    if start is not None and not auto:
+        problems.append(f"start={start!r}: compute='auto' alone begins in one dtype and may go on in another")
+    if auto and start not in (None, "bf16", "fp16"):
+        problems.append(f"start={start!r}: neither 'bf16' nor 'fp16', from which a block can be moved to fp32")
+    return problems
 
 
 def _not_a_rounding(value: str | None, params: str) -> list[str]:

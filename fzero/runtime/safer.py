@@ -1,0 +1,75 @@
+"""mixed_precision("auto") when a step is built: which parameters are computed with in float32 from then on, by the counts that the state carries."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+from fzero.errors import message
+from fzero.mesh import Mesh
+from fzero.optim.loss_scale import LossScale, LossScaleState
+from fzero.program.counters import LIMIT, PrecisionState
+from fzero.program.trace import Inputs
+from fzero.program.watch import Watched
+from fzero.runtime import agree
+from fzero.schedule.plan import Decision
+from fzero.step import Step
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
+
+logger = logging.getLogger("fzero")
+
+
+def resolved(step: Step, params: Inputs, counts: PrecisionState, mesh: Mesh) -> Step:
+    """The step with every parameter whose count has reached its limit computed with in float32. All ranks go by the counts of the first.
+
+    Args:
+        step: with `mixed_precision("auto")`, or without: then it is returned as it is.
+        params: the leaf table.
+        counts: of the state.
+        mesh: whose ranks call this together.
+
+    Communication: a few bytes through the store.
+    """
+    record = find(step.transforms, MixedPrecision)
+    if record is None or not record.auto:
+        return step
+    highest = [max(pair) for pair in zip(*(x.tolist() for x in counts), strict=True)]
+    mine = [leaf.path for leaf, count in zip(params.leaves, highest, strict=True) if count >= LIMIT and record.selects(leaf)]
+    safer = tuple(json.loads(agree.from_first(mesh, lambda: json.dumps(mine))))
+    return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
+
+
+def renew(scale: LossScaleState, scaling: LossScale, counts: PrecisionState) -> None:
+    """Writes the first scale over that of a state some of whose blocks move only now: what they overflowed with has lowered it."""
+    if any(bool((x == LIMIT).any()) for x in counts):
+        for old, new in zip(scale, scaling.init()._replace(skipped=scale.skipped), strict=True):
+            old.copy_(new)
+
+
+def decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionState) -> tuple[Decision, ...]:
+    """Which blocks of a resolved step compute in float32, and why."""
+    record = find(step.transforms, MixedPrecision)
+    if record is None or not record.safer:
+        return ()
+    held = {name: x.tolist() for name, x in counts._asdict().items()}
+    out = []
+    for name, reads in zip(watched.names[:-1], watched.reads[:-1], strict=True):
+        moved = [i for i in reads if params.leaves[i].path in record.safer]
+        if moved:
+            numbers = {kind: max(x[i] for i in moved) for kind, x in held.items()}
+            why = "; ".join(f"it {_WHAT[kind]}: {min(number, LIMIT)} of {LIMIT} counts" for kind, number in numbers.items() if number >= LIMIT)
+            out.append(Decision(f"mixed_precision: {name}", "fp32", why))
+    return tuple(out)
+
+
+def say(found: tuple[Decision, ...], mesh: Mesh) -> None:
+    """Tells the log of the first rank."""
+    if mesh.rank == 0 and found:
+        problems = [f"{d.what.removeprefix('mixed_precision: ')}: {d.why}" for d in found]
+        fix = "nothing to do; mixed_precision(where=...) says it from the start"
+        logger.warning(message("mixed_precision", "these blocks compute in fp32 from here on", problems, fix))
+
+
+_WHAT = {"overflows": "overflows", "underflows": "underflows"}
