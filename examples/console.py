@@ -33,7 +33,10 @@ def say(line: str) -> None:
 
 def described(r: dict[str, Any]) -> str:
     """The record of a step in a line."""
-    return f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB"
+    largest = "  largest output {:.3g} of {}".format(*r["largest_output"]) if "largest_output" in r else ""
+    return (
+        f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB{largest}"
+    )
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
     p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
     p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
-    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="to compute in; reductions are fp32")
+    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "auto"), default="bf16", help="to compute in; auto: each block as it can; reductions are fp32")
     p.add_argument("--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters")
     p.add_argument("--rounding", choices=("stochastic", "nearest"), help="to --params bf16; by default stochastic")
     p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="of Adam's moments")

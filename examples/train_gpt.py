@@ -150,7 +150,10 @@ def run(args: argparse.Namespace) -> None:
             peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rates = {"lr": float(schedule(index)), "tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "peak_bytes": peak}
             means = {name: float(x) for name, x in metrics["aux"].items()}
-            report({"step": done, "loss": loss, "grad_norm": grad_norm, **means, **rates})
+            watched = {}
+            if "precision" in metrics:  # --dtype auto: which block's outputs come closest to overflowing
+                watched["largest_output"] = max(zip(metrics["precision"]["output_max"].tolist(), train.blocks, strict=True))
+            report({"step": done, "loss": loss, "grad_norm": grad_norm, **means, **rates, **watched})
             if args.stop_on_nan and not metrics["finite"] and not metrics.get("skipped"):
                 raise fz.errors.FzeroValueError(
                     f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"

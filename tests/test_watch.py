@@ -147,6 +147,19 @@ def test_an_overflow_shows_where_it_begins(run_ranks, num_ranks, value):
         assert not found["grad_norm"][-1].isfinite() and not found["grad_max"][-1].isfinite()
 
 
+def test_compiled_they_are_the_same():
+    found = []
+    for backend in ("eager", "inductor"):
+        for x in (torch.linspace(-40.0, 40.0, 40).reshape(8, 5), torch.full((8, 5), float("nan"))):
+            step = fz.accumulate(2)(fz.mixed_precision(fz.train_step(scaled_loss, optim.sgd(0.0)), "fp16", loss_scale=SCALE, watch=True))
+            train = fz.compile(step, fz.make_mesh(data=1), backend=backend)
+            params = {"layers": [{"w": torch.full((5,), w)} for w in (2.0, 300.0, 1e-5)], "last": torch.ones(5)}
+            found.append(train(train.init(params), {"x": x})[1]["precision"])
+    for eager, compiled in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=0.0, equal_nan=True)
+    assert found[0]["output_max"][1] == 24_000 and not found[1]["output_max"].isfinite().any()
+
+
 # names, shapes, and what has none
 
 
