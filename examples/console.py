@@ -34,9 +34,8 @@ def say(line: str) -> None:
 def described(r: dict[str, Any]) -> str:
     """The record of a step in a line."""
     largest = "  largest output {:.3g} of {}".format(*r["largest_output"]) if "largest_output" in r else ""
-    return (
-        f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB{largest}"
-    )
+    means = f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}"
+    return f"{means}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB{largest}"
 
 
 @contextlib.contextmanager

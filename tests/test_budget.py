@@ -205,6 +205,14 @@ def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
     assert order(unordered, Order(coalesced=min(sent) + 1)).lines == order(unordered).lines
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> None:
+    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program verifies."""
+    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]()))
+    batch = models.meta_part(models.batches(1, size=16)[0], 4)
+    assert fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes > 0
+
+
 def test_gathers_start_further_ahead(unordered: Program) -> None:
     def first_start_after(program: Program, blocks: int) -> int:
         seen = 0

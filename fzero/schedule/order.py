@@ -106,7 +106,8 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
     for line in transfers:
         last = groups[-1] if groups else []
         alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
-        if alike and sum(map(sent, last)) + sent(line) <= largest and (op == _SCATTER or not _made_between(lines, last[0], line)):
+        fits = alike and sum(map(sent, last)) + sent(line) <= largest
+        if fits and not (_read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)):
             last.append(line)
         else:
             groups.append([line])
@@ -137,6 +138,13 @@ def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
     made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {w for x in lines[after:] for w in x.writes}
     sources = {v.name: x.args[0] for x in lines if x.op == "cast" for v in x.out}
     return any(a in made or sources.get(a, a) in made for a in later.args)
+
+
+def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
+    """Whether what earlier reductions bring is read before a later one is waited for: it may be reduced over a second axis at once."""
+    brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
+    end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
+    return any(a in brought for x in lines[:end] for a in x.args)
 
 
 def _is_block(line: Line) -> bool:
