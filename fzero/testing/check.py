@@ -22,7 +22,7 @@ from fzero.testing.report import Difference, Report
 from fzero.testing.tolerance import LAMBDA, WAYS, Roundoff, moved, roundoff, unit
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
-from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.precision import MixedPrecision, begun
 
 
 def check_equivalent(
@@ -147,8 +147,7 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     absent = [f"{p}: {tree.describe(x)}" for p, x in zip(tree.paths((params, batch), ""), tree.leaves((params, batch)), strict=True) if x.is_meta]
     if absent:
         raise FzeroValueError(message("check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"))
-    params = _on(params, mesh)
-    batch = _on(batch, mesh)
+    step, params, batch = begun(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
     whole_batch = gathered(batch, mesh, axes)
     record = find(step.transforms, Accumulate)
