@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def sparkline(values: list[float], width: int = 24) -> str:
     shown = [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
     low, high = min(shown, default=0), max(shown, default=0)
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (v - low) / (high - low))] if high > low else "▄" for v in shown)
+
+
+# --- The same bits every time ---
+
+
+def use_deterministic_algorithms() -> None:
+    """Before CUDA is first used: cuBLAS asks for workspaces of a fixed size."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of their bytes."""
+    sha = hashlib.sha256()
+    for x in tensors:
+        sha.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 # --- Stopping ---
@@ -157,6 +175,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--seed", **WHOLE, default=0)
+    p.add_argument("--deterministic", action="store_true", help="the same bits every time, on every device; prints a digest of the parameters at the end")
     p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
     p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, on any number of processes and --zero stage")
     p.add_argument("--save-every", **WHOLE, default=50)

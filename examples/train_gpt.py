@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from console import INTERRUPT, RANK, any_rank, exit_code, parse_args, progress, say
+from console import INTERRUPT, RANK, any_rank, digest, exit_code, parse_args, progress, say, use_deterministic_algorithms
 from einops import rearrange
 
 import fzero as fz
@@ -118,6 +118,8 @@ def plan_target():
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.deterministic:
+        use_deterministic_algorithms()
     mesh = fz.make_mesh()  # all processes along one axis, `data`
     step, spread, init, schedule = training(args)
 
@@ -165,6 +167,8 @@ def run(args: argparse.Namespace) -> None:
                 raise KeyboardInterrupt(f"stopped at step {done}; continue with --resume")
     losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]
     say(f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in {args.out}")
+    if args.deterministic:
+        say(f"sha256 of the parameters: {digest(fz.tree.leaves(train.gather(state).params))}")
     say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed)))
 
 

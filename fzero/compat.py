@@ -89,16 +89,35 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
 @contextmanager
 def in_order() -> Iterator[None]:
     """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is the process's."""
-    from torch.utils import deterministic
-
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False  # type: ignore[attr-defined]
+    filled = fills_uninitialized_memory()
+    fill_uninitialized_memory(False)
     torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:
         torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
-        deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        fill_uninitialized_memory(filled)
+
+
+def fills_uninitialized_memory() -> bool:
+    """Whether, with deterministic algorithms, PyTorch fills memory that nobody has written yet."""
+    from torch.utils import deterministic
+
+    return deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def fill_uninitialized_memory(fill: bool) -> None:
+    from torch.utils import deterministic
+
+    deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def _deterministic() -> dict[str, bool]:
+    """Inductor's setting that goes with deterministic algorithms: nothing is chosen by its measured time."""
+    import torch._inductor.config as config
+
+    return {"deterministic": config.deterministic or torch.are_deterministic_algorithms_enabled()}
 
 
 def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
@@ -106,9 +125,11 @@ def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tenso
 
     It can be saved with `artifact_bytes`; loading compiles C++ again, but no Triton kernels (they are in the artifact).
     """
+    import torch._inductor.config as config
     from torch._inductor import standalone_compile
 
-    return standalone_compile(graph, list(example_inputs), dynamic_shapes="from_example_inputs")
+    with config.patch(_deterministic()):
+        return standalone_compile(graph, list(example_inputs), dynamic_shapes="from_example_inputs")
 
 
 def artifact_bytes(artifact: Any) -> bytes:
@@ -157,7 +178,12 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
         found.append(Lowered(compiled.source_code, len(inputs), tuple(sorted(compiled.mutated_input_idxs))))
         return compiled
 
-    patches: dict[str, Any] = {"compile_threads": 1, "force_disable_caches": True, "cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok}
+    patches: dict[str, Any] = {
+        **_deterministic(),
+        "compile_threads": 1,
+        "force_disable_caches": True,
+        "cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok,
+    }
     unpatched = AsyncCompile.cpp_pybinding
     AsyncCompile.cpp_pybinding = lambda self, argtypes, source: None  # type: ignore[method-assign]
     try:

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -95,6 +96,7 @@ def as_main(name: str, flags: list[str], env: dict[str, str]) -> Done:
         sys.argv = argv
         os.environ.clear()
         os.environ.update(environ)
+        torch.use_deterministic_algorithms(False)
         signal.signal(signal.SIGINT, handler)
         gc.collect()  # what goes with a process goes with what the script held
     raise AssertionError(f"{name} does not end with an exit code")

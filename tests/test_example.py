@@ -75,6 +75,16 @@ def test_printed_program(run_ranks, tmp_path):
     assert done.stdout.count("reduce_scatter_start(") >= 3 and done.stdout.count("(step, params, opt_state, key, extras, batch):") == 1
 
 
+def test_deterministic_runs_have_one_digest(run_ranks, tmp_path):
+    def digest(*flags):
+        done = EXAMPLE.on(run_ranks, "--steps", 2, "--deterministic", "--out", tmp_path / "out", *flags, ranks=2)
+        (found,) = re.findall(r"^sha256 of the parameters: ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+        return found
+
+    first = digest()
+    assert digest() == first != digest("--seed", 1)
+
+
 def test_without_a_compiler_nothing_is_compiled(run_ranks, tmp_path, parse):
     script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()

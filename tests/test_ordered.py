@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim
@@ -67,11 +68,33 @@ def test_the_same_bits_every_time() -> None:
     assert torch.equal(add_at(x, [tokens], values), one_by_one)
 
 
+@pytest.mark.parametrize(("shape", "dim", "places"), [((5,), 0, 4), ((5, 3), 0, 7), ((3, 5, 2), 1, 7), ((3, 5), -1, 1)])
+def test_values_are_those_of_index_add(shape: tuple[int, ...], dim: int, places: int) -> None:
+    x, index = drawn(*shape), torch.arange(places) * 2 % 5
+    source = drawn(*(places if n == 5 else n for n in shape))
+    for alpha in (1, 2.5):
+        found = IN_ORDER[aten.index_add.default](x, dim, index, source, alpha=alpha)
+        torch.testing.assert_close(found, x.index_add(dim, index, source, alpha=alpha))
+
+
+def test_an_index_add_to_a_scalar() -> None:
+    assert IN_ORDER[aten.index_add.default](torch.tensor(1.0), 0, torch.tensor([0]), torch.tensor(2.0)) == 3
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "indexing": lambda table, tokens: table[tokens],
+    "index_select": lambda table, tokens: table.index_select(0, tokens.flatten()),
+    "gather": lambda table, tokens: table.gather(0, tokens.flatten().unsqueeze(1).expand(-1, WIDTH)),
+    "by frequency": lambda table, tokens: F.embedding(tokens, table, scale_grad_by_freq=True),
+}
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_step_is_the_same_bits_every_time(backend: str) -> None:
+@pytest.mark.parametrize("read", READS)
+def test_a_step_is_the_same_bits_every_time(read: str, backend: str) -> None:
     def loss(params, tokens):
-        return (params["table"][tokens] @ params["out"]).square().mean()
+        return (READS[read](params["table"], tokens) @ params["out"]).square().mean()
 
     params, tokens = {"table": drawn(ROWS, WIDTH), "out": drawn(WIDTH, 8)}, torch.arange(TOKENS).reshape(8, -1) % ROWS
     train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend=backend)

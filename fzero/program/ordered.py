@@ -1,8 +1,8 @@
-"""Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding. Others (`scatter_add`, `index_add`) are
-left as they are.
+"""Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding.
 
 PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step differ in their last bits. `add_at`
-takes them one after the other. It is one operator to a compiler, too: its code calls it. On a GPU PyTorch's own sorts them first, and needs no help.
+takes them one after the other. It is one operator to a compiler, too: its code calls it. `scatter_add` needs no help: several threads divide what it writes, and
+Inductor's code calls PyTorch's where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
 """
 
 from __future__ import annotations
@@ -39,10 +39,22 @@ def _index_put(x: torch.Tensor, indices: Indices, values: torch.Tensor, accumula
 
 def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num: int, padding: int, by_frequency: bool) -> torch.Tensor:
     if by_frequency:
-        return aten.embedding_dense_backward.default(grad, indices, num, padding, by_frequency)
+        counts = torch.zeros(num, dtype=torch.int64, device=grad.device).scatter_add(0, indices.reshape(-1), torch.ones_like(indices).reshape(-1))
+        grad = grad / counts[indices].unsqueeze(-1)
     kept = grad if padding < 0 else torch.where((indices == padding).unsqueeze(-1), 0.0, grad)
     return add_at(torch.zeros(num, grad.shape[-1], dtype=grad.dtype, device=grad.device), [indices], kept)
 
 
-IN_ORDER: dict[Any, Any] = {aten.index_put.default: _index_put, aten.embedding_dense_backward.default: _embedding_backward}
+def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+    if x.dim() == 0:
+        return aten.index_add.default(x, dim, index, source, alpha=alpha)
+    places = index.reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    return x.scatter_add(dim, places.expand_as(source), source if alpha == 1 else source * alpha)
+
+
+IN_ORDER: dict[Any, Any] = {
+    aten.index_put.default: _index_put,
+    aten.index_add.default: _index_add,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
 """What a CPU runs instead of operations that add up in any order."""

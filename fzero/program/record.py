@@ -230,11 +230,11 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def plainly(owner: str) -> Iterator[None]:
-    """Says in this house's words what torch says of a function that is not pure: the function's own line, and a way out."""
+    """Says in this house's words what torch says of a function that is not pure, or not deterministic: the function's own line, and a way out."""
     try:
         yield
     except RuntimeError as error:
-        rule = next((rule for text, *rule in _IMPURE if text in str(error)), None)
+        rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
         if rule is None:
             raise
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(f"/{package}/" in f.filename for package in ("torch", "fzero"))]
@@ -243,10 +243,15 @@ def plainly(owner: str) -> Iterator[None]:
 
 
 _IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
-_IMPURE = [
+_REFUSED = [
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
     ("mutate a captured Tensor", *_IN_PLACE),
     (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
+    (
+        "does not have a deterministic implementation",
+        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
+        "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
+    ),
 ]
 """What torch says, what it means, and the fix."""
 

@@ -19,6 +19,7 @@ from fzero.mesh import Mesh, absent
 from fzero.program.ir import Program
 from fzero.program.segment import signature
 from fzero.program.show import show
+from fzero.runtime import deterministic
 
 T = TypeVar("T")
 
@@ -89,8 +90,9 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
 
 
 def describe(program: Program) -> str:
-    """Everything two ranks must have in common, as text: the program's lines and the operations of its functions."""
-    parts = [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+    """Everything two ranks must have in common, as text: PyTorch's switch, the program's lines and the operations of its functions."""
+    parts = [f"deterministic algorithms: {deterministic.setting()}"]
+    parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
     parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
     for name, function in program.functions.items():
         parts.append(f"def {name}:")

@@ -28,6 +28,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import signature
+from fzero.runtime import deterministic
 from fzero.units import parse_bytes
 
 FORMAT = 3
@@ -181,6 +182,7 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
         compat.native_bf16(device),
         compat.native_fp16(device),
         compat.inductor_settings_text(),
+        deterministic.setting(),
         signature(graph),
         [hashlib.sha256(c).hexdigest() for c in constants],
         function.writes,

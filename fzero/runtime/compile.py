@@ -39,7 +39,7 @@ from fzero.program.device import on_device
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import Program
 from fzero.program.trace import Inputs
-from fzero.runtime import agree, birth, gather, profile, resting, safer
+from fzero.runtime import agree, birth, deterministic, gather, profile, resting, safer
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.execute import executable
 from fzero.runtime.states import KEPT, abstract_state, differences, differing_extras, first_leaves, kept, placed_inputs, state_leaves
@@ -92,7 +92,8 @@ class _Compiled:
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
-        key = (id(params), tree.structure(batch), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch))
+        kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
+        key = (id(params), tree.structure(batch), kinds, deterministic.setting())
         if key not in self._runs:
             before()
             lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))

@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import FzeroError, message
-from fzero.runtime import kernels
+from fzero.runtime import deterministic, kernels
 from fzero.runtime.cache import Cache, Entry
 
 _UNIT_CHARS = 100_000
@@ -68,7 +68,7 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
 
 
 def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
-    request = pickle.dumps((tuple(jobs), cache, cores, trust_cpu, torch.get_num_threads(), compat.inductor_settings()))
+    request = pickle.dumps((tuple(jobs), cache, cores, trust_cpu, torch.get_num_threads(), compat.inductor_settings(), deterministic.setting()))
     answer: dict[str, Any] = {"failed": "the compiling process ended without a word"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
@@ -107,7 +107,7 @@ def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], No
 
 
 def main() -> None:
-    jobs, cache, cores, trust_cpu, threads, settings = pickle.loads(sys.stdin.buffer.read())
+    jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is not an answer
 
@@ -117,6 +117,7 @@ def main() -> None:
 
     torch.set_num_threads(threads)
     compat.use_inductor_settings(settings)
+    deterministic.use(algorithms)
     try:
         skipped = _work(jobs, cache, cores, trust_cpu, lambda name: say({"done": name}))
     except Exception:
@@ -130,11 +131,14 @@ def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: 
     skipped: dict[str, str] = {}
     for job in jobs:
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]  # never read
-        lowered = compat.inductor_lower(job.graph, examples, trust_cpu)
         try:
+            lowered = compat.inductor_lower(job.graph, examples, trust_cpu)
             plain[job.key] = kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except kernels.NotPlain as reason:
             skipped[job.name] = str(reason)
+        except Exception as error:
+            error.add_note(f"while compiling {job.name}")
+            raise
     units = _units([job for job in jobs if job.key in plain], plain, cores)
     command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu)
     with ThreadPoolExecutor(max(1, cores)) as pool:

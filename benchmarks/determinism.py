@@ -1,0 +1,317 @@
+"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, the same parameters and batches, trained in two ways at a time.
+
+    python benchmarks/determinism.py          # every pair: about 6 minutes on 2 cores
+
+Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of parameters and optimizer state after the first and the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+
+LIMIT = 1e-5
+"""How far the losses of a run in fp32 may be from those of one that sums in another order, of themselves."""
+LIMIT_LOW = 2e-2
+"""In bf16."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the model is trained: on which processes, under which transforms, in the order in which they are applied."""
+
+    transforms: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int], ...] = (("data", 1),)
+    threads: int = 1
+    backend: str = "eager"
+    shared_memory: bool = True
+    model: str = "gpt"
+    restored: bool = False  # stopped in the middle, and gone on from a checkpoint in a step that was compiled anew
+    number: int = 1  # to run the same twice
+
+    @property
+    def processes(self) -> tuple[int, int]:
+        return math.prod(size for _, size in self.axes), self.threads
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, and what is promised of them: the same bits, or another order of summation."""
+
+    name: str
+    first: Run
+    second: Run
+    same: bool
+    limit: float = LIMIT
+
+
+def on(ranks: int, *transforms: str, **more: Any) -> Run:
+    return Run(transforms, (("data", ranks),), **more)
+
+
+def pairs() -> list[Pair]:
+    z3, one = "shard_params", on(1)
+    compiled, exact = {"backend": "inductor"}, {"model": "exact"}
+    low, lowest, drawn = "mixed_precision bf16", "mixed_precision bf16 params", "mixed_precision fp32 params"
+    replicas = (("replica", 2), ("data", 2))
+    found = [
+        Pair("the same twice, 1 process", one, on(1, number=2), True),
+        Pair("the same twice, 2 processes", on(2, z3), on(2, z3, number=2), True),
+        Pair("the same twice, 2 threads, inductor", on(1, threads=2, **compiled), on(1, threads=2, number=2, **compiled), True),
+        Pair("restored and uninterrupted", on(2, z3), on(2, z3, restored=True), True),
+        Pair("orders of transforms", on(2, z3, low, "accumulate 2", "remat full"), on(2, "remat full", "accumulate 2", low, z3), True),
+        Pair("gloo and shared memory, 2 processes", on(2, z3), on(2, z3, shared_memory=False), True),
+        Pair("gloo and shared memory, 3 processes", on(3, z3), on(3, z3, shared_memory=False), False),
+        Pair("axis of size 1, and no axis", one, Run((z3,), (("data", 1),)), True),
+    ]
+    for ranks in (2, 3):
+        found += [
+            Pair(f"data_parallel and shard_opt_state, {ranks} processes", on(ranks, "data_parallel"), on(ranks, "shard_opt_state"), ranks == 2),
+            Pair(f"shard_opt_state and shard_grads, {ranks} processes", on(ranks, "shard_opt_state"), on(ranks, "shard_grads"), True),
+            Pair(f"shard_grads and shard_params, {ranks} processes", on(ranks, "shard_grads"), on(ranks, z3), True),
+        ]
+    found += [
+        Pair("shard_grads and shard_params, accumulate(2)", on(2, "shard_grads", "accumulate 2"), on(2, z3, "accumulate 2"), True),
+        Pair("shard_opt_state and shard_grads, accumulate(2)", on(2, "shard_opt_state", "accumulate 2"), on(2, "shard_grads", "accumulate 2"), False),
+        Pair("1 and 2 processes", one, on(2, z3), False),
+        Pair("1 and 3 processes", one, on(3, z3), False),
+        Pair("1 and 4 processes", one, on(4, z3), False),
+        Pair("2 and 4 processes", on(2, z3), on(4, z3), False),
+        Pair("data=4, and replica=2, data=2", on(4, z3), Run((z3,), replicas), False),
+        Pair("replica=2, data=2, and data=2, replica=2", Run((z3,), replicas), Run((z3,), replicas[::-1]), False),
+        Pair("accumulate(1) and (2)", one, on(1, "accumulate 2"), False),
+        Pair("accumulate(1) and (4)", one, on(1, "accumulate 4"), False),
+        Pair("accumulate(2), in a loop and vertical", on(2, z3, "accumulate 2"), on(2, z3, "accumulate 2 vertical"), True),
+        Pair("2 processes, and accumulate(2)", on(2, z3), on(1, "accumulate 2"), False),
+    ]
+    found += [Pair(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one, True) for kind in ("none", "full")]
+    found += [Pair(f"remat {kind} and min_cut, inductor", on(1, f"remat {kind}", **compiled), on(1, **compiled), False) for kind in ("none", "full")]
+    found += [Pair(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), on(2, z3), True) for tier in ("cpu", "nvme")]
+    found += [
+        Pair("eager and inductor", one, on(1, **compiled), False),
+        Pair("1 and 2 threads, eager", one, on(1, threads=2), False),
+        Pair("1 and 2 threads, inductor", on(1, **compiled), on(1, threads=2, **compiled), False),
+        Pair("bf16, 1 and 2 processes", on(1, low), on(2, z3, low), False, LIMIT_LOW),
+        Pair("bf16, shard_grads and shard_params", on(2, "shard_grads", low), on(2, z3, low), True),
+        Pair("bf16 without masters, 1 and 2 processes", on(1, lowest), on(2, z3, lowest), False, LIMIT_LOW),
+        Pair("draws: 1 and 2 processes", on(1, drawn, **exact), on(2, z3, drawn, **exact), True),
+        Pair("draws: 1 and 4 processes", on(1, drawn, **exact), on(4, z3, drawn, **exact), True),
+        Pair("draws: accumulate(1) and (2)", on(1, drawn, **exact), on(1, drawn, "accumulate 2", **exact), True),
+        Pair("draws: remat none and full", on(1, drawn, "remat none", **exact), on(1, drawn, "remat full", **exact), True),
+        Pair("draws: offload(cpu) on 2, and 1 process", on(2, z3, drawn, "offload cpu", **exact), on(1, drawn, **exact), True),
+        Pair("draws: eager and inductor", on(1, drawn, **exact), on(1, drawn, **exact, **compiled), True),
+    ]
+    return found
+
+
+# --- a process ---
+
+
+def worker(args: argparse.Namespace) -> None:
+    import torch
+
+    import fzero as fz
+
+    runs = {repr(run): run for pair in pairs() for run in (pair.first, pair.second)}
+
+    def train(name: str, folder: str, out: str) -> None:
+        """Losses and, of the first and the last step, the whole state: in a file, which rank 0 writes."""
+        run = runs[name]
+        mesh = fz.make_mesh(device="cpu", shared_memory=run.shared_memory, **dict(run.axes))
+        step, init, batches = MODELS[run.model](args)
+        transforms = [TRANSFORMS[name.split()[0]](*name.split()[1:], run, folder) for name in run.transforms]
+        compiled = [fz.compile(fz.compose(*reversed(transforms))(step), mesh, backend=run.backend) for _ in range(1 + run.restored)]
+        axes = [name for name, _ in run.axes]
+        size, place = mesh.size, mesh.index(tuple(axes))
+        state, losses, states = compiled[0].init(init, fz.random.key(args.seed)), [], []
+        for i, batch in enumerate(batches):
+            if i == len(batches) // 2 and run.restored:
+                fz.checkpoint.save(Path(folder, "checkpoint"), state)
+                state = compiled[1].restore(Path(folder, "checkpoint"), params=init)
+            here = fz.tree.map(lambda x: x.chunk(size)[place].contiguous(), batch)
+            state, metrics = compiled[-1 if i >= len(batches) // 2 else 0](state, here)
+            losses.append(float(metrics["loss"]))
+            if i in (0, len(batches) - 1):
+                whole = compiled[0].gather(state)
+                states.append([x.clone() for x in fz.tree.leaves((whole.params, whole.opt_state))])
+        if mesh.rank == 0:
+            torch.save({"losses": losses, "states": states}, out)
+
+    serve({"train": train})
+    fz.close_mesh()
+
+
+def gpt(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+    """The GPT of model.py with dropout on what enters each layer: a step, its parameters, its batches."""
+    from model import Config, embed, head, layer, make_batches, make_init
+
+    import fzero as fz
+    from fzero import optim
+
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+
+    def loss_fn(params: Any, batch: Any, *, key: Any) -> Any:
+        tokens, targets = batch
+        x = embed(params["embed"], tokens)
+        for p, k in zip(params["layers"], fz.random.split(key, config.layers), strict=True):
+            x = layer(p, fz.random.dropout(k, x, 0.1), config.heads)
+        return head(params["head"], x, targets)
+
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+    return step, make_init(config), make_batches(config, args.steps)
+
+
+def exact(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+    """A linear function of few bits, so that every sum is exact, in every order: what can differ is what dropout and stochastic rounding draw."""
+    import torch
+
+    import fzero as fz
+    from fzero import optim
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (fz.random.dropout(key, x, 0.5) * p["w"]).sum()
+
+    def loss_fn(params: Any, x: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
+        return sum(layer(p, x, k) for p, k in zip(params, fz.random.split(key, 2), strict=True)) / x.shape[0]  # type: ignore[return-value]
+
+    def init(key: torch.Tensor) -> Any:
+        return [{"w": torch.ones(512)} for _ in range(2)]
+
+    generator = torch.Generator().manual_seed(args.seed)
+    batches = [torch.randint(-2, 3, (8, 512), generator=generator).float() for _ in range(args.steps)]
+    return fz.train_step(loss_fn, optim.sgd(2.0**-10)), init, batches
+
+
+MODELS: dict[str, Callable[[argparse.Namespace], tuple[Any, Any, list[Any]]]] = {"gpt": gpt, "exact": exact}
+
+
+def _sharding(name: str) -> Callable[..., Any]:
+    def make(run: Run, folder: str) -> Any:
+        import fzero as fz
+
+        spread = getattr(fz, name)(axis="data")
+        return fz.compose(spread, fz.data_parallel(axis="replica")) if "replica" in dict(run.axes) else spread
+
+    return make
+
+
+def _accumulate(num: str, *more: Any) -> Any:
+    import fzero as fz
+
+    return fz.accumulate(int(num), vertical="vertical" in more)
+
+
+def _remat(policy: str, *_: Any) -> Any:
+    import fzero as fz
+
+    return fz.remat(policy)
+
+
+def _offload(tier: str, run: Run, folder: str) -> Any:
+    import fzero as fz
+
+    return fz.offload(tier, ("opt_state", "params"), **({"path": Path(folder)} if tier == "nvme" else {}))
+
+
+def _precision(compute: str, *more: Any) -> Any:
+    import fzero as fz
+
+    return fz.mixed_precision(compute, params="bf16" if "params" in more else "fp32")
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    **{name: _sharding(name) for name in ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")},
+    "accumulate": _accumulate,
+    "remat": _remat,
+    "offload": _offload,
+    "mixed_precision": _precision,
+}
+
+
+# --- who compares ---
+
+
+def trained(runs: list[Run], args: argparse.Namespace, folder: str) -> dict[Run, Any]:
+    """What became of each run. Processes are started once for all runs that need as many, with as many threads."""
+    import torch
+
+    found: dict[Run, Any] = {}
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True))
+        for processes in sorted({run.processes for run in runs}):
+            with Group(__file__, processes[0], passed_on(args, *MODEL, "steps", "seed"), threads=processes[1], cache=cache) as group:
+                for run in (run for run in runs if run.processes == processes):
+                    print(f"{run} ...", file=sys.stderr, flush=True)
+                    out = str(Path(folder, f"{len(found)}.pt"))
+                    group.ask("train", name=repr(run), folder=folder, out=out)
+                    found[run] = torch.load(out, weights_only=True)
+    return found
+
+
+def compared(pair: Pair, found: dict[Run, Any]) -> dict[str, Any]:
+    """How far apart two runs are."""
+    import torch
+
+    first, second = found[pair.first], found[pair.second]
+    losses = max(abs(a - b) / abs(a) for a, b in zip(first["losses"], second["losses"], strict=True))
+    states = list(zip(first["states"], second["states"], strict=True))
+    equal = first["losses"] == second["losses"] and all(torch.equal(a, b) for xs, ys in states for a, b in zip(xs, ys, strict=True))
+    return {"equal": equal, "losses": losses, "leaves": [max(distances(xs, ys), default=0.0) for xs, ys in states]}
+
+
+def distances(first: list[Any], second: list[Any]) -> Iterator[float]:
+    """Of every leaf of floating point the largest difference, in units of its largest element."""
+    for a, b in zip(first, second, strict=True):
+        if a.is_floating_point() and (largest := float(a.double().abs().max())):
+            yield float((a.double() - b.double()).abs().max()) / largest
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_flags(p, layers=2, width=128, heads=4, seq=64, batch=12)
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--only", nargs="+", metavar="TEXT", help="pairs whose names contain one of these")
+    script_flags(p, "determinism")
+    args = p.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    chosen = [pair for pair in pairs() if not args.only or any(text in pair.name for text in args.only)]
+    with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
+        found = trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder)
+    results = {pair: compared(pair, found) for pair in chosen}
+    rows = [
+        (pair.name, "yes" if r["equal"] else "no", *("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"])), _kept(pair, r))
+        for pair, r in results.items()
+    ]
+    notes = [
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW after clipping by the global norm, fp32, "
+        f"eager backend and one thread a process unless said otherwise; {args.steps} steps.",
+        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest difference of an element, relative to the largest element of its leaf.",
+        "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only what is drawn can differ.",
+        f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within {LIMIT_LOW:g}.",
+    ]
+    columns = ("", "same bits", "losses", "leaves after 1 step", f"after {args.steps}", "wanted")
+    data = {"settings": settings(args, "only"), "pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()]}
+    publish(args.name, "Which runs are the same to the bit", columns, rows, notes, data, args.out)
+
+
+def _kept(pair: Pair, result: dict[str, Any]) -> str:
+    if pair.same:
+        return f"same bits: {verdict(0 if result['equal'] else 1, 0)}"
+    return f"{pair.limit:g}: {verdict(result['losses'], pair.limit)}"
+
+
+if __name__ == "__main__":
+    main()
