@@ -1,8 +1,9 @@
-"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, the same parameters and batches, trained in two ways at a time.
+"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained in two ways from one start.
 
     python benchmarks/determinism.py          # every pair: about 6 minutes on 2 cores
 
-Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of parameters and optimizer state after the first and the last.
+Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of parameters and optimizer state after the
+first step and the last.
 """
 
 from __future__ import annotations
@@ -296,9 +297,10 @@ def main() -> None:
         for pair, r in results.items()
     ]
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW after clipping by the global norm, fp32, "
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW after clipping by global norm, fp32, "
         f"eager backend and one thread a process unless said otherwise; {args.steps} steps.",
-        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest difference of an element, relative to the largest element of its leaf.",
+        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest difference of an element, "
+        "relative to the largest element of its leaf.",
         "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only what is drawn can differ.",
         f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within {LIMIT_LOW:g}.",
     ]

@@ -320,3 +320,22 @@ def test_sums_in_order_leave_the_setting_as_it_was() -> None:
     with compat.in_order():
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_inductor_measures_nothing_where_deterministic_algorithms_are_asked_for():
+    """`deterministic` is a setting of Inductor's, and PyTorch's switch is asked where sums at indices are lowered."""
+    import torch._inductor.config as config
+
+    assert config.deterministic is False
+    texts = []
+    for on in (False, True):
+        torch.use_deterministic_algorithms(on)
+        try:
+            assert compat._deterministic() == {"deterministic": on}
+            x, i = torch.ones(8, 8), torch.zeros(4, dtype=torch.int64)
+            graph = fx.symbolic_trace(lambda x, i, y: (aten.index_put.default(x, [i], y, True),))
+            texts.append(compat.inductor_lower(graph, [x, i, torch.ones(4, 8)], trust_cpu=True).text)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert ["aten.index_put_" in text for text in texts] == [False, True]
+    assert compat.fills_uninitialized_memory()

@@ -1,8 +1,8 @@
 """Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding.
 
 PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step differ in their last bits. `add_at`
-takes them one after the other. It is one operator to a compiler, too: its code calls it. `scatter_add` needs no help: several threads divide what it writes, and
-Inductor's code calls PyTorch's where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
+takes them one after the other. It is one operator to a compiler, too: its code calls it. `scatter_add` needs no help: PyTorch's threads divide what it writes,
+and Inductor's code calls PyTorch's where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
 """
 
 from __future__ import annotations
