@@ -95,7 +95,7 @@ def pairs() -> list[Pair]:
         Pair("2 processes, and accumulate(2)", on(2, z3), on(1, "accumulate 2"), False),
     ]
     found += [Pair(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one, True) for kind in ("none", "full")]
-    found += [Pair(f"remat {kind} and min_cut, inductor", on(1, f"remat {kind}", **compiled), on(1, **compiled), False) for kind in ("none", "full")]
+    found += [Pair("remat full and min_cut, inductor", on(1, "remat full", **compiled), on(1, **compiled), False)]
     found += [Pair(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), on(2, z3), True) for tier in ("cpu", "nvme")]
     found += [
         Pair("eager and inductor", one, on(1, **compiled), False),
@@ -290,7 +290,10 @@ def main() -> None:
         return
     chosen = [pair for pair in pairs() if not args.only or any(text in pair.name for text in args.only)]
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
-        found = trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder)
+        report(chosen, trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder), args)
+
+
+def report(chosen: list[Pair], found: dict[Run, Any], args: argparse.Namespace) -> None:
     results = {pair: compared(pair, found) for pair in chosen}
     rows = [
         (pair.name, "yes" if r["equal"] else "no", *("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"])), _kept(pair, r))
