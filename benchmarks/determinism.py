@@ -76,7 +76,7 @@ def pairs() -> list[Pair]:
     ]
     for ranks in (2, 3):
         found += [
-            Pair(f"data_parallel and shard_opt_state, {ranks} processes", on(ranks, "data_parallel"), on(ranks, "shard_opt_state"), ranks == 2),
+            Pair(f"data_parallel and shard_opt_state, {ranks} processes", on(ranks, "data_parallel"), on(ranks, "shard_opt_state"), False),
             Pair(f"shard_opt_state and shard_grads, {ranks} processes", on(ranks, "shard_opt_state"), on(ranks, "shard_grads"), True),
             Pair(f"shard_grads and shard_params, {ranks} processes", on(ranks, "shard_grads"), on(ranks, z3), True),
         ]
@@ -91,7 +91,8 @@ def pairs() -> list[Pair]:
         Pair("replica=2, data=2, and data=2, replica=2", Run((z3,), replicas), Run((z3,), replicas[::-1]), False),
         Pair("accumulate(1) and (2)", one, on(1, "accumulate 2"), False),
         Pair("accumulate(1) and (4)", one, on(1, "accumulate 4"), False),
-        Pair("accumulate(2), in a loop and vertical", on(2, z3, "accumulate 2"), on(2, z3, "accumulate 2 vertical"), True),
+        Pair("accumulate(2), in a loop and vertical", on(1, "accumulate 2"), on(1, "accumulate 2 vertical"), True),
+        Pair("the same with shard_params, 2 processes", on(2, z3, "accumulate 2"), on(2, z3, "accumulate 2 vertical"), False),
         Pair("2 processes, and accumulate(2)", on(2, z3), on(1, "accumulate 2"), False),
     ]
     found += [Pair(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one, True) for kind in ("none", "full")]
