@@ -15,6 +15,7 @@ from fzero.runtime.move import move
 from fzero.schedule.plan import fits
 from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
 from fzero.transforms.accumulate import accumulate
+from fzero.transforms.fp8 import fp8
 from fzero.transforms.offload import offload
 from fzero.transforms.precision import mixed_precision
 from fzero.transforms.remat import remat
@@ -43,6 +44,7 @@ __all__ = [
     "errors",
     "eval_step",
     "fits",
+    "fp8",
     "has_compiler",
     "lower",
     "make_mesh",

@@ -275,6 +275,14 @@ def native_fp16(device: torch.device) -> bool:
     return True
 
 
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """`(a * scale_a) @ (b * scale_b)` in `dtype`, of 8-bit matrices on tensor cores. `fast`: with sums of fewer bits.
+
+    On CUDA `a` lies row by row, `b` column by column; dims are multiples of 16; scales are float32[], or float32[m, 1] and float32[1, n]; not both are e5m2.
+    """
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
 def default_store() -> dist.Store:
     """The key-value store that the processes met at: messages without a collective."""
     return dist.distributed_c10d._get_default_store()
@@ -282,6 +290,8 @@ def default_store() -> dist.Store:
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
     """Starts a gather of flat shards. Returns the work to wait for. 2.13 renamed the function."""
+    if whole.dtype.itemsize == 1:  # gloo knows no float8
+        whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
     return _ALL_GATHER(whole, shard, group=group, async_op=True)
 
 

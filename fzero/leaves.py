@@ -19,21 +19,25 @@ from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.base import Precision
 from fzero.program.counters import PrecisionState
+from fzero.program.fp8 import InFp8
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
 from fzero.transforms import shard
 from fzero.transforms.base import find
+from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
-    record = find(step.transforms, MixedPrecision)
+    record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
+    streams = any(isinstance(t, Offload) for t in step.transforms)  # what rests elsewhere travels in the dtype of its copy there
+    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
     if record is None:
-        return Precision()
+        return Precision(fp8=products)
     return Precision(
         compute=record.compute_dtype,
         reduce=record.reduce_dtype,
@@ -43,6 +47,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
         stochastic=record.rounding == "stochastic",
         watch=record.watch,
         safer=record.safer,
+        fp8=products,
     )
 
 
@@ -68,6 +73,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
     tied = ties(flat)
     if precision is not None:
         precision.check_ties(leaves, tied)
+    if (fp8 := find(step.transforms, Fp8)) is not None:
+        fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 

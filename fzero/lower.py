@@ -34,7 +34,7 @@ from fzero.leaves import (
 )
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program import fuse
-from fzero.program.base import Training, lower_eval, lower_train
+from fzero.program.base import Precision, Training, lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.record import uncollected
 from fzero.program.trace import Inputs
@@ -202,7 +202,7 @@ class _Traced:
     watched: Watched | None
 
 
-def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _Traced:
+def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None) -> _Traced:
     zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
@@ -235,7 +235,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> _T
                 batch=micro,
                 extras=extra_leaves(step, params),
                 mesh=mesh,
-                precision=precision_of(step),
+                precision=precision or precision_of(step),
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
@@ -272,7 +272,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced = _traced(left, mesh, inputs, batch)
+    traced = _traced(left, mesh, inputs, batch, precision_of(step))  # with whatever may rest elsewhere
     mirrored = mirrors(traced.opt_state.leaves, inputs)
 
     def with_(records: Sequence[Offload]) -> Step:

@@ -76,6 +76,31 @@ def test_nodes_of_a_graph_compare_by_position():
     assert sorted({*nodes, second, first}) == [*graph.nodes] == [x, first, second, nodes[2], nodes[3], nodes[1]]
 
 
+def test_products_in_8_bits_are_there():
+    """On CUDA as fake tensors of it see them: the first operand lies row by row, the second column by column, dims are multiples of 16, scales of rows are
+    columns and rows. On a CPU the same operator gives the values."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    with compat.FakeTensorMode() as mode:
+
+        def fake(*shape, dtype=torch.float32, stride=None):
+            return compat.new_fake(mode, shape, dtype, "cuda", stride)
+
+        a, b = fake(32, 48, dtype=e4m3), fake(48, 64, dtype=e4m3, stride=(1, 48))
+        for scales in ((fake(), fake()), (fake(32, 1), fake(1, 64))):
+            out = compat.scaled_mm(a, b, *scales, torch.bfloat16, True)
+            assert out.shape == (32, 64) and out.dtype is torch.bfloat16 and out.is_contiguous()
+        for first, second in (
+            (a, fake(48, 64, dtype=e4m3)),
+            (fake(32, 48, dtype=e4m3, stride=(1, 32)), b),
+            (fake(32, 40, dtype=e4m3), fake(40, 64, dtype=e4m3, stride=(1, 40))),
+        ):
+            with pytest.raises(RuntimeError), compat.quiet_fake_tensors():
+                compat.scaled_mm(first, second, fake(), fake(), torch.bfloat16, False)
+    x, y = torch.randn(32, 48).to(e5m2), torch.randn(64, 48).to(e4m3).t()
+    out = compat.scaled_mm(x, y, torch.tensor(2.0), torch.tensor(0.5), torch.float32, False)
+    torch.testing.assert_close(out, x.float() @ y.float())
+
+
 def test_asking_a_fake_tensor_for_its_value_raises_what_we_catch():
     with compat.FakeTensorMode():
         x = torch.ones(3)

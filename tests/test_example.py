@@ -85,6 +85,15 @@ def test_deterministic_runs_have_one_digest(run_ranks, tmp_path):
     assert digest() == first != digest("--seed", 1)
 
 
+def test_products_in_8_bits(run_ranks, straight, tmp_path):
+    flags = ("--steps", 8, "--fp8", "tensor", "--print-program", "--out", tmp_path / "out", "--json", tmp_path / "log")
+    done = EXAMPLE.on(run_ranks, *flags, ranks=2)
+    assert "#   fp8(scales='tensor'" in done.stdout and "params['layers'][0]['qkv'], 'float8_e4m3fn'" in done.stdout
+    assert "params['head']['vocab'], 'float8_e4m3fn'" not in done.stdout
+    (*_, last), (*_, want) = losses(tmp_path / "log"), losses(straight[0] / "log")
+    assert last != want and last == pytest.approx(want, rel=0.01)
+
+
 def test_without_a_compiler_nothing_is_compiled(run_ranks, tmp_path, parse):
     script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()

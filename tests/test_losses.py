@@ -41,12 +41,13 @@ def test_the_examples_terms_are_their_formulas(train_gpt, smoothing, z_loss):
 
 
 def test_the_examples_flags_reach_the_step(train_gpt, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--label-smoothing=0.1", "--z-loss=1e-3", "--params=bf16", "--rounding=nearest", "--state-dtype=int8"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--label-smoothing=0.1", "--z-loss=1e-3", "--params=bf16", "--rounding=nearest"])
+    sys.argv += ["--state-dtype=int8", "--fp8=row"]
     import console
 
     args = console.parse_args(None)
     step, _, init, _ = train_gpt.training(args)
-    assert "rounding='nearest'" in str(step.transforms)
+    assert "rounding='nearest'" in str(step.transforms) and "Fp8(scales='row'" in str(step.transforms)
     batch = fz.random.bits(fz.random.key(1), (2, 4, 16)) % train_gpt.VOCAB
     params = init(fz.random.key(0))
     _, metrics = step(step.init(params), tuple(batch))

@@ -16,13 +16,15 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.errors import FzeroTypeError, TraceError, message
-from fzero.layout import COMPUTE, LOSS_SCALE, Leaf
+from fzero.layout import LOSS_SCALE, Leaf
 from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.optim.loss_scale import LossScale, LossScaleState
 from fzero.program.counters import PrecisionState, counted
+from fzero.program.fp8 import InFp8
 from fzero.program.ir import Line, Program, Value
-from fzero.program.names import Names
+from fzero.program.names import Names, identifier
+from fzero.program.narrow import in_8_bits
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 from fzero.program.watch import Watched, gradient_statistics, output_maxima, watched_blocks
@@ -45,6 +47,7 @@ class Precision:
         stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
         watch: whether the numbers of each block are watched (program/watch.py).
         safer: the paths of the parameters that were moved to float32 by what was counted (program/counters.py).
+        fp8: which products are done in 8 bits; None: none.
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -55,6 +58,7 @@ class Precision:
     stochastic: bool = False
     watch: bool = False
     safer: tuple[str, ...] = ()
+    fp8: InFp8 | None = None
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
@@ -112,8 +116,11 @@ def lower_train(t: Training) -> Lowered:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
 
-    graph, found = _record_loss(t, places)
+    graph, found, seed = _record_loss(t, places)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
+    if t.precision.fp8 is not None:
+        grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
+        graph, lines = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
     outputs, maxima = graph.outputs[:end], graph.outputs[end:]
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
@@ -150,8 +157,9 @@ class Found:
     aux: Means
 
 
-def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
-    """Records sums and gradients: the loss's total, its count, the auxiliary sums, then a gradient for each leaf that has one."""
+def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
+    """Records sums and gradients: the loss's total, its count, the auxiliary sums, then a gradient for each leaf that has one. The node is that of what
+    gradients are computed from."""
     made: list[Found] = []
 
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
@@ -165,14 +173,18 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found]:
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         loss, aux = split_loss(t.loss_fn(t.params.rebuild(leaves), t.batch.rebuild(batch), **kwargs), t.has_aux)
         aux_leaves, means = flatten_means(aux)
-        seed = seed if seed is None else seed.to(loss.total.dtype)
+        seed = torch.ones_like(loss.total, memory_format=torch.preserve_format) if seed is None else seed.to(loss.total.dtype)
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
         scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
         made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(scalars), loss.count is not None, means))
-        return [*(summable(s) for s in scalars), *(g for g in grads if g is not None)]
+        return [*(summable(s) for s in scalars), *(g for g in grads if g is not None), seed]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
-    return run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch), made[0]
+    graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
+    (found,), outputs = made, graph.outputs
+    seed = outputs.pop(found.num_sums + len(found.used))
+    graph.graph.output_node().args = (tuple(outputs),)
+    return graph, found, seed
 
 
 def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
@@ -193,8 +205,8 @@ def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str,
 def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision) -> Lowered:
     """The base program of a forward-only step."""
     functions, names = Functions(), Names()
-    lines, cast = _casts(params, precision.compute, names)
-    places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in params.distinct]
+    lines, computed = _casts(params, precision.compute, names)
+    places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
     more, cast = _casts(batch, precision.compute, names)
     lines += more
     places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
@@ -208,6 +220,8 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
+    if precision.fp8 is not None:
+        graph, lines = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
@@ -335,12 +349,6 @@ def grad_name(leaf: Leaf) -> str:
     return "d_" + identifier(leaf.path)
 
 
-def identifier(path: str) -> str:
-    """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
-    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params").removeprefix(COMPUTE))
-    return "_".join(part for part in text.split("_") if part) or "leaf"
-
-
 def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
     """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
     lines, values = [], {}
@@ -372,7 +380,7 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
     origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
     owners: dict[str, int] = {}
     for number, line in enumerate(lines):
-        for arg in line.args if line.op == "call" else ():
+        for arg in line.args if line.op == "call" and not line.attrs.get("scales") else ():
             leaf = origin.get(arg, arg)
             if leaf in leaves:
                 owners.setdefault(leaf, number)

@@ -15,19 +15,21 @@ import torch.fx as fx
 from fzero import compat
 from fzero.program.ordered import IN_ORDER
 from fzero.program.record import Recorded, Recorder
+from fzero.program.scaled import multiply, scaled_mm
 
 aten = torch.ops.aten
 
 
 def on_device(graph: Recorded, device: torch.device) -> Recorded:
-    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones; on a CPU, what is
-    added up at indices in their order (fzero/program/ordered.py).
+    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones, in 8 bits as it has
+    them (fzero/program/scaled.py); on a CPU, what is added up at indices in their order (fzero/program/ordered.py).
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
     arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16 matrices likewise.
     """
     slow = frozenset(dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device))
     rules = {op: _in_float32(op, slow) for op in _MATMULS} if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes) else {}
+    rules[scaled_mm] = multiply
     return substituted(graph, {**rules, **IN_ORDER} if device.type == "cpu" else rules)
 
 

@@ -17,6 +17,8 @@ but for the leaves of the state: their buffers are donated, and `writes` says wh
 that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/program/guess.py);
 a plan counts it as not carried out. `zeros` makes a value of zeros.
 
+A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/program/scaled.py).
+
 [Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
 gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buffers.py):
   call, cast, buffer, accumulate   one for each result (None: allocated anew); the line writes there

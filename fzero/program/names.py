@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fzero.layout import COMPUTE
+
 if TYPE_CHECKING:
     from fzero.program.ir import Program
 
@@ -58,3 +60,9 @@ def apart(program: Program) -> Program:
     new = {name: names(f"{name}_fn") for name in both}
     program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
     return replace(program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()})
+
+
+def identifier(path: str) -> str:
+    """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
+    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params").removeprefix(COMPUTE))
+    return "_".join(part for part in text.split("_") if part) or "leaf"

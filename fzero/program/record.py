@@ -285,8 +285,9 @@ def record(
     return recorded
 
 
-def merge_equal(graph: fx.Graph) -> None:
-    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and reported."""
+def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:
+    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and reported. With `groups` only of
+    operations in one group."""
     seen: dict[Any, fx.Node] = {}
 
     def plain(value: Any) -> Any:
@@ -299,7 +300,9 @@ def merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
             continue
-        key = (node.target, plain(node.args), plain(node.kwargs))
+        if groups is not None and node not in groups:
+            continue
+        key = (groups and groups[node], node.target, plain(node.args), plain(node.kwargs))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

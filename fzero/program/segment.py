@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,15 @@ def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
             if node not in stop:
                 todo.extend(node.all_input_nodes)
     return seen
+
+
+def reached(graph: fx.Graph, roots: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on any of `roots`, and these."""
+    found = set(roots)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:

@@ -111,7 +111,9 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             together = ", together=True" if line.attrs.get("together") else ""
             return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
         case "cast":
-            code = f"{name}({args}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{into})"
+            source, *scales = line.args
+            scale = "".join(f", {x}, through={str(line.attrs['through']).removeprefix('torch.')!r}" for x in scales)
+            code = f"{name}({source}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{scale}{into})"
         case "buffer":
             return Printed(depth, f"buffer({into[2:]})", (f"{out[0]},",) if len(out) == 1 else out, types)
         case "zeros":

@@ -1,9 +1,10 @@
 """The split of a block's joint graph in two: a forward that returns what is kept beside its outputs, and a vjp that takes it and recomputes the rest.
 
-What can be kept are storages: of a value and its views the value, for a view holds all of it. Views of parameters, and what no input
-enters, are always recomputed. Which of the others to keep is a minimum cut: every node of the forward that the backward depends on is kept (for
-its bytes), recomputed (for its FLOPs, and what it reads must then be there too) or not needed, and a weight of bytes against FLOPs
-gives each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are taken one by one.
+What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone enter, their views or themselves rounded,
+is always recomputed, unless it is a number or a row of numbers; so is what no input enters. Which of the others to keep is a minimum cut: every node of the
+forward that the backward depends on is kept (for its bytes), recomputed (for its FLOPs, and what it reads must then be there too) or not needed, and a weight
+of bytes against FLOPs gives each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are taken one
+by one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from fzero import compat
 from fzero.program.block import Joint
 from fzero.program.record import Recorded
-from fzero.program.segment import ancestors, extract, views_of
+from fzero.program.segment import ancestors, extract, reached, views_of
 from fzero.program.storages import is_view, storage_of
 from fzero.program.trace import Functions
 
@@ -59,14 +60,16 @@ class Choices:
         self.places = joint.graph.inputs
         self.outputs = list(outputs[: joint.num_outputs])
         self.grads = [outputs[joint.num_outputs + g] for g in grads]
-        late = _reached(graph, self.places[joint.num_inputs :])
-        varying = _reached(graph, self.places)
+        late = reached(graph, self.places[joint.num_inputs :])
+        varying = reached(graph, self.places)
         needed = ancestors(self.grads, stop=set())
         roots = {n: storage_of(n) for n in graph.nodes}
         self.early = [n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying]
         self.read = {n for n in self.early if n in self.grads or any(u in late and u in needed for u in n.users)}
         self.reused = {outputs[i]: i for i in sorted(alive, reverse=True)}
-        can = [n for n in self.early if roots[n] is n and isinstance(n.meta["val"], torch.Tensor)]
+        others = reached(graph, self.places[joint.num_params :])
+        self._of_params = {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(graph, set(self.places[: joint.num_params]))
+        can = [n for n in self.early if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params]
         self.nbytes = {n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize for n in can}
         self.flops = {n: flops_of(n) for n in self.early}
         self._stop = set(self.places)
@@ -88,8 +91,8 @@ class Choices:
     def min_cut(self) -> Kept:
         """What PyTorch's min-cut partitioner keeps."""
         copy = extract(self.joint.graph, self.places, [*self.outputs, *self.grads], names=[n.name for n in self.places])
-        recompute = views_of(copy.graph, set(copy.inputs[: self.joint.num_params]))
-        names = compat.min_cut(copy.module(), self.joint.num_outputs, recompute)
+        recompute = {n.name for n in self._of_params}
+        names = compat.min_cut(copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute})
         return self.keep(self._roots[n] for n in self.early if n.name in names)
 
     @functools.cached_property
@@ -192,10 +195,6 @@ def _pruned(source: Recorded, inputs: list[fx.Node], outputs: list[fx.Node]) -> 
     return extract(source, [inputs[i] for i in used], outputs), used
 
 
-def _reached(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:
-    """The nodes that depend on any of `roots`, and these."""
-    found = set(roots)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+def _is_row(value: Any) -> bool:
+    """Whether a value is a number, or a row of numbers."""
+    return isinstance(value, torch.Tensor) and value.numel() == max(value.shape, default=1)

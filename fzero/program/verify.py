@@ -177,6 +177,9 @@ class _Checker:
             summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
             if line.out[0].dtype != line.attrs["dtype"] or line.out[0].shape != args[0].shape or not (here == there or summand):
                 self._add(line, f"{args[0]} becomes {line.out[0]}")
+            for scale in args[1:]:
+                if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
+                    self._add(line, f"casts by {scale}")
         elif line.op == "buffer":
             self.aliases.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
         elif line.op == "take_shard":

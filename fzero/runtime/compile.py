@@ -49,6 +49,7 @@ from fzero.schedule.plan import Decision, Plan
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, EvalStep, State, Step, check_params
 from fzero.transforms.base import find
+from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, paths_of
 from fzero.transforms.precision import MixedPrecision, begun
 from fzero.units import parse_bytes
@@ -494,8 +495,9 @@ def compile(
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
     zero_of(step, mesh)
     step = begun(step, mesh.device)
-    if (precision := find(step.transforms, MixedPrecision)) is not None:
-        precision.check_device(mesh.device)
+    for record in (find(step.transforms, MixedPrecision), find(step.transforms, Fp8)):
+        if record is not None:
+            record.check_device(mesh.device)
     nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
     if isinstance(step, EvalStep):
         return CompiledEval(step, mesh, backend, (nbytes, host, disk))

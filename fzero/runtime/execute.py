@@ -17,6 +17,7 @@ from fzero.comm.tiers import Arriving, Tiers
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
+from fzero.program import scaled
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
 from fzero.program.show import source
 from fzero.runtime.limits import limits_of
@@ -126,8 +127,9 @@ def _within(x: torch.Tensor, memory: torch.Tensor) -> bool:
     return x.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def _cast(x: torch.Tensor, dtype: str, into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-    """A copy in another dtype, or in its own: a result must not alias the state."""
+def _cast(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None, through: str = "", into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+    """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype that it is computed in otherwise."""
+    x = x if scale is None else scaled.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 

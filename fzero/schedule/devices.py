@@ -133,7 +133,7 @@ def _datasheet(
 
 def _hopper(name: str, memory: float, capacity: float, source: str) -> Device:
     # float32 products are true float32 (TF32 is off by default in PyTorch); NVLink 4: 900 GB/s both directions; one 400 Gb/s adapter a device; PCIe 5 x16
-    flops = {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float8_e4m3fn": 1979e12}
+    flops = {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float8_e4m3fn": 1979e12, "float8_e5m2": 1979e12}
     # a host with eight channels of DDR5 a socket: 150 GB/s attained by an update that has them to itself
     return _datasheet(name, flops, memory, capacity, 450e9, 50e9, 64e9, 150e9, source)
 

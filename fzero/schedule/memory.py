@@ -110,6 +110,9 @@ class _Memory:
     def _sample(self, line: Line, turn: int) -> Sample:
         now, on_host = dict(self.alive), self.on_host
         inside = self.temporaries[line.fn] if line.op == "call" else 0
+        if line.op == "cast" and len(line.args) > 1:  # what is rounded to 8 bits, in the dtype that it goes through and in float32
+            through = line.attrs["through"]
+            inside = local_bytes(line.out[0], self.program.mesh) * (4 + (through != self.values[line.args[0]].dtype) * through.itemsize)
         if line.attrs.get("on") == "host" and not self.program.mesh.unified_memory:
             on_host += inside
         else:

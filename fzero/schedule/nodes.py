@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
+from fzero.program.scaled import scaled_mm
 from fzero.program.storages import writes
 
 aten = torch.ops.aten
@@ -19,6 +20,7 @@ PRODUCTS = {
     aten.bmm,
     aten.baddbmm,
     aten._scaled_mm,
+    scaled_mm.overloadpacket,
     aten.convolution,
     aten.convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu,

@@ -240,8 +240,9 @@ def _readers(lines: Sequence[Line]) -> dict[str, Line]:
 
 
 def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
-    """Whether all that a line reads are leaves of the state, or copies of some."""
-    return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in line.args)
+    """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
+    args = line.args[:1] if line.op == "cast" else line.args
+    return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in args)
 
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:

@@ -26,9 +26,9 @@ from fzero.testing.check import Setting, compare, everyones, leaves_of, most_ski
 from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.record import recording
 from fzero.testing.report import Blame, FirstLine, Report
+from fzero.testing.tolerance import PRECISIONS
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import Transform, find
-from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.shard import Parallel
 
 
@@ -161,8 +161,8 @@ def _reference(
 ) -> tuple[Reference, tuple[str, ...]]:
     """What the coming step means, from the state that the transformed step has come to."""
     axes = zero_of(s.step, s.mesh).batch_axes
-    precise = isinstance(culprit, MixedPrecision)  # then its own casts are what is in question
-    same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, MixedPrecision))
+    precise = isinstance(culprit, PRECISIONS)  # then its own casts are what is in question
+    same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))
     alone, (_, batches) = _alone(s.mesh), _batches(s)
     base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
     first = s.plain.first  # in whose dtypes the plain step goes on

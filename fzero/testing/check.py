@@ -19,7 +19,7 @@ from fzero.runtime.compile import CompiledStep, compile
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
-from fzero.testing.tolerance import LAMBDA, WAYS, Roundoff, moved, roundoff, unit
+from fzero.testing.tolerance import LAMBDA, PRECISIONS, WAYS, Roundoff, moved, roundoff, unit
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision, begun
@@ -99,7 +99,8 @@ def check_equivalent(
 
 def _without_precision(step: Step) -> tuple[Any, ...]:
     """The other transforms of a step that computes in another dtype than it rests in; none if it does not."""
-    return tuple(t for t in step.transforms if not isinstance(t, MixedPrecision)) if find(step.transforms, MixedPrecision) else ()
+    others = tuple(t for t in step.transforms if not isinstance(t, PRECISIONS))
+    return others if len(others) < len(step.transforms) else ()
 
 
 @dataclass(frozen=True)

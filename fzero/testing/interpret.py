@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
+from fzero.program import scaled
 from fzero.program.device import on_device
 from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, copied
 
@@ -60,7 +61,7 @@ class Interpreter:
             case "wait":
                 return self._wait(*self._started.pop(line.args[0]), line.out)
             case "cast":
-                return [args[0].to(line.attrs["dtype"], copy=True)]
+                return [scaled.cast(args[0], args[1], line.attrs["through"]) if len(args) > 1 else args[0].to(line.attrs["dtype"], copy=True)]
             case "buffer":
                 return [torch.zeros(v.held(self.mesh), dtype=v.dtype, device=self.mesh.device) for v in line.out]
             case "zeros":

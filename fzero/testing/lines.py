@@ -211,7 +211,7 @@ class _Meanings:
                 self._set(value.name, Meaning(result))
             elif base in self._known:
                 self._set(value.name, Meaning(base, frozenset([self._part(micro)])))
-            elif line.op == "cast":
+            elif line.op == "cast" and len(line.args) == 1:
                 source = self._of.get(line.args[0])
                 self._set(value.name, source and replace(source, casts=(*source.casts, value.dtype)))
             else:

@@ -9,7 +9,8 @@ chapter 3, for the worst case and for what a dtype's u is). Here
 
 with n the longest chain of summations and operations that a value of the step goes through (a product of matrices counts its inner dim, a sum its length, any
 other operation one), in the dtype that sums are kept in, which is float32 or wider; parts = ranks x micro-batches, whose sums are rounded to the dtype that
-gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, if it is a lower one.
+gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if it is
+a lower one.
 
 What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured. The plain step is run twice more, in the compute
 dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root
@@ -39,12 +40,16 @@ from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.optim import GradientTransformation
 from fzero.program.ir import Program
+from fzero.program.scaled import E5M2
 from fzero.step import Step, wants_key
 from fzero.transforms.base import find
+from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 
 LAMBDA = 4.0
 """Of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
+PRECISIONS = (MixedPrecision, Fp8)
+"""The transforms that change what a step computes in."""
 WAYS = (1, -1)
 """In which gradients are moved: a run of the plain step each."""
 
@@ -73,15 +78,22 @@ class Roundoff:
     compute: torch.dtype
     store: torch.dtype
     given: torch.dtype  # in which the plain step rests and computes
+    operands: torch.dtype  # that products round to
 
     @property
     def value(self) -> float:
-        rounded = max(unit(self.compute), unit(self.store))
+        rounded = max(unit(self.compute), unit(self.store), unit(self.operands))
         rounded = rounded if rounded > unit(self.given) else 0.0
         return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
 
     def __str__(self) -> str:
-        names = {what: str(d).removeprefix("torch.") for what, d in (("sums", self.sum), ("reduced", self.reduce), ("computed", self.compute))}
+        dtypes = {
+            "sums": self.sum,
+            "reduced": self.reduce,
+            "computed": self.compute,
+            **({"multiplied": self.operands} if self.operands != self.compute else {}),
+        }
+        names = {what: str(d).removeprefix("torch.") for what, d in dtypes.items()}
         return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(f"{what} in {n}" for what, n in names.items())
 
 
@@ -104,7 +116,8 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
         reduced = max((precision.reduce_dtype(x) for x in values), key=unit, default=coarsest)
         store = max((x.dtype for x in values), key=unit, default=coarsest)
     sums = torch.float64 if unit(compute) < unit(torch.float32) else torch.float32
-    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest)
+    operands = compute if find(step.transforms, Fp8) is None else E5M2
+    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands)
 
 
 def longest_chain(program: Program) -> int:
@@ -134,6 +147,8 @@ def _roundings(node: torch.fx.Node) -> int:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0].strip("_")
     if "attention" in name and len(inputs) > 1:
         return inputs[0].shape[-1] + inputs[1].shape[-2]
+    if name == "scaled_mm":
+        return inputs[0].shape[-1]
     if name in _PRODUCTS:
         return inputs[-2:][0].shape[-1]  # of the first factor; one of a value with itself has one input
     if any(m in name for m in _NORMALISED):

@@ -85,7 +85,11 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
 def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
     """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its total."""
     update = next(line for line in program.lines if line.op == "update")
-    before = [line for line in program.lines if line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"]]
+    before = [
+        line
+        for line in program.lines
+        if line.attrs.get("scales") or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"])
+    ]
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()
     names = Names(values)

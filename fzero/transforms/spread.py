@@ -17,6 +17,8 @@ from fzero.layout import Leaf
 from fzero.program.base import identifier
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats
 from fzero.program.names import Names
+from fzero.program.narrow import on_shards
+from fzero.program.trace import Functions
 from fzero.transforms.shard import Zero
 
 
@@ -30,6 +32,8 @@ class _Rewrite:
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
         self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
         self.names, self.values = Names(program.values()), program.values()
+        kept = {line.fn for line, _ in program.walk() if not line.attrs.get("scales")}
+        self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         self.leaf_of: dict[str, tuple[str, Line | None]] = {}  # a sharded parameter, or its cast -> the leaf and the cast
         self.kept: dict[str, str] = {}  # whole copies made once a step
@@ -57,13 +61,15 @@ class _Rewrite:
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
         lines = self._lines(self.program.lines)
-        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=tuple(self.renamed.get(o, o) for o in self.program.outputs))
+        outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
+        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name)
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
+        scales = [line for line in lines if line.attrs.get("scales")]
         for line in lines:
             if (
                 line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
@@ -77,6 +83,8 @@ class _Rewrite:
                 out += self._after_loop()
             elif line.op == "update":
                 out += self._update(line)
+            elif line.attrs.get("scales"):
+                out += self._scales(scales) if line is scales[0] else []
             else:
                 if line.attrs.get("of_sums"):  # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
@@ -117,6 +125,18 @@ class _Rewrite:
         gathered, more = self._gather(fresh)
         self.shared = gathered or self.shared
         return line.rename({**names, **gathered}), lines + more
+
+    def _scales(self, lines: Sequence[Line]) -> list[Line]:
+        """Scales of whole leaves: the largest of all shards', in one reduction."""
+        handle, calls, whole = self._handle("reduce"), list[Line](), [v for line in lines for v in line.out]
+        for line in lines:
+            held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
+            parts = tuple(replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes)) for v in line.out)
+            calls.append(replace(line, fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)), out=parts))
+        parts = tuple(v.name for line in calls for v in line.out)
+        self.placement.update((v.name, WHOLE) for v in whole)
+        start = Line("all_reduce_start", parts, (handle,), attrs={"axes": self.axes, "op": "max"}, by="fp8")
+        return [*calls, start, Line("wait", (handle.name,), tuple(whole), by="fp8")]
 
     def _keep(self, args: Iterable[str]) -> list[Line]:
         """Gathers, once a step, the parameters that stay whole until its end."""

@@ -1,0 +1,100 @@
+"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid out as a program: fzero/program/fp8.py;
+and on the lines that gather what only such products read: fzero/program/narrow.py.
+
+What rests, what is communicated as gradients and what everything but these products computes in is as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.layout import Leaf
+from fzero.program.scaled import MULTIPLE
+from fzero.transforms.base import Transform, applied
+from fzero.transforms.shard import Where
+
+SCALES = ("tensor", "row")
+CAPABILITY = (8, 9)
+"""Of a CUDA device: the first with tensor cores for 8-bit floating point."""
+
+
+@dataclass(frozen=True)
+class Fp8(Transform):
+    scales: str = "tensor"
+    where: Where | None = None
+    order: ClassVar[int] = 25
+    name: ClassVar[str] = "fp8"
+
+    def selects(self, leaf: Leaf) -> bool:
+        """Whether products with a parameter are done in 8 bits: with one that can be, and that `where` accepts."""
+        return not _unfit(leaf) and self._accepts(leaf)
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raises naming the parameters that `where` accepts and that no product in 8 bits can read."""
+        wrong = [f"{leaf}: {why}" for leaf in leaves if self.where is not None and self._accepts(leaf) and (why := _unfit(leaf))]
+        if wrong:
+            fix = f"accept floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: leaf.ndim == 2 and ..."
+            raise TransformError(message(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix))
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises if a device neither has products in 8 bits nor is a CPU, which emulates them."""
+        if device.type == "cpu":
+            return
+        if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY:
+            return
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        fix = f"a CUDA device of capability {'.'.join(map(str, CAPABILITY))} (Ada, Hopper) or later has them, and a CPU emulates them; leave fp8 out here"
+        raise FzeroValueError(message(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix))
+
+    def _accepts(self, leaf: Leaf) -> bool:
+        return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+
+
+def fp8(step: Any = None, *, scales: str = "tensor", where: Where | None = None) -> Any:
+    """Does matrix products with selected parameters in 8-bit floating point: the forward's, the gradient's of their input, and their own gradient's.
+
+    Each operand is rounded to nearest by the scale of its largest magnitude at that moment ("current" scaling): activations and parameters to float8_e4m3fn,
+    what depends on a gradient to float8_e5m2; sums are float32, the result has the dtype of the product that it replaces. Everything else stays as it
+    is: parameters and optimizer state at rest, gradients as they are reduced, attention, norms, the loss. See docs/transforms/fp8.md.
+
+    Args:
+        step: a step; without one a transform is returned.
+        scales: "tensor", a scale for each operand; or "row", one for each row of the first operand and each column of the second.
+        where: predicate `(path, leaf)` of the parameters, by default all that can be: floating-point matrices with dims that are multiples of 16. `leaf` is a
+            meta tensor. Of a tied leaf all paths are asked. A product is replaced if it reads all of a leaf, through views and casts, and if its three
+            dims are multiples of 16; any other product stays as it is.
+
+    Communication: a parameter that rests as a shard, and that nothing but such products reads, is gathered in 8 bits: (N-1)/N bytes an element and gather
+        instead of 2 or 4. For its scale, which is that of the whole, one all_reduce for all leaves, once a step: 2 (N-1)/N x 4 bytes a leaf. So with
+        scales="tensor", and where nothing is offloaded. Any other scale is that of what one rank multiplies in one micro-batch.
+    Memory: gathered parameters a byte an element, where they travel so. What blocks keep for their backward may be kept in 8 bits.
+
+    Raises:
+        FzeroValueError: unknown `scales`; from `compile`, a device without such products, unless it is a CPU, which emulates them.
+        FzeroTypeError: a `where` that is no function.
+        TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot be multiplied so; a step without
+            any product that can be.
+
+    Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep neural networks, 2022.
+    """
+    if scales not in SCALES:
+        raise FzeroValueError(message("fp8", f"unknown scales={scales!r}", fix=f"one of {', '.join(map(repr, SCALES))}"))
+    if where is not None and not callable(where):
+        problem = f"where={where!r}: a predicate is a function of (path, leaf)"
+        raise FzeroTypeError(message("fp8", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: 'head' not in path"))
+    return applied(Fp8(scales, where), step)
+
+
+def _unfit(leaf: Leaf) -> str:
+    """Why no product in 8 bits can read a leaf."""
+    if not leaf.dtype.is_floating_point:
+        return "not floating point"
+    if len(leaf.shape) != 2:
+        return f"{len(leaf.shape)}-d, not a matrix"
+    odd = [str(n) for n in leaf.shape if n % MULTIPLE]
+    return f"{' and '.join(odd)}: no multiple{'s' if len(odd) > 1 else ''} of {MULTIPLE}" if odd else ""
