@@ -35,7 +35,7 @@ def size(nbytes: int) -> str:
         >>> size(1000), size(1 << 20), size(3 << 29)
         ('1,000 bytes', '1.0 MiB', '1.50 GiB')
     """
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**18 else f"{nbytes:,} bytes"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes:,} bytes"
 
 
 def duration(seconds: float) -> str:

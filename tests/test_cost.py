@@ -186,8 +186,8 @@ def example(value):
 
 
 def close(estimate, real, part=0.05):
-    """Kernels have scratch space of their own, some tens of kB, that no shape tells of."""
-    return abs(estimate - real) <= max(part * real, 1 << 17)
+    """Kernels have scratch space of their own that no shape tells of: some tens of kB, a quarter of a MiB where AMX wants operands packed."""
+    return abs(estimate - real) <= max(part * real, 3 << 17)
 
 
 @pytest.mark.parametrize("transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"])

@@ -85,16 +85,22 @@ class Uses:
 
 
 def rewrite(
-    graph: Recorded, weights: Mapping[fx.Node, fx.Node | None], seeds: Collection[fx.Node], rows: bool, sharded: Collection[fx.Node] = ()
+    graph: Recorded,
+    weights: Mapping[fx.Node, fx.Node | None],
+    seeds: Collection[fx.Node],
+    rows: bool,
+    sharded: Collection[fx.Node],
+    paths: Mapping[fx.Node, str],
 ) -> tuple[Recorded, dict[fx.Node, fx.Node]]:
     """Replaces the products with some inputs of a function: its own and those of the blocks that it calls.
 
     Args:
         graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
-        weights: the inputs, as nodes with `meta["name"]`, each with the output that is its gradient, if it has one.
+        weights: the inputs, each with the output that is its gradient, if it has one.
         seeds: what gradients are computed from.
         rows: of `InFp8`.
         sharded: the inputs that may come in float8_e4m3fn.
+        paths: what the user knows the inputs as.
 
     Returns: the function, and for each input that does come so, as nothing but products reads it, the new input that is its scale.
 
@@ -121,7 +127,7 @@ def rewrite(
     for weight, found in _replace(graph.graph, weights, late, rows, scales).items():
         uses[weight].add(found)
     if not any(u.done for u in uses.values()):
-        problems = [_why(n, uses[n]) for n in weights] or ["no leaf is selected"]
+        problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
         raise TransformError(message("fp8", "no product of this step can be done in 8 bits", problems, _FIX))
     return replace(graph), scales
 
@@ -155,9 +161,9 @@ def _given(graph: Recorded, weights: Sequence[fx.Node], behind: int, name: str) 
 _FIX = f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of {MULTIPLE}"
 
 
-def _why(node: fx.Node, uses: Uses) -> str:
+def _why(uses: Uses) -> str:
     left = ", ".join(" x ".join(map(str, dims)) for dims in dict.fromkeys(uses.left))
-    return f"{node.meta['name']}: {f'its products are of {left}' if left else 'no product reads the whole of it'}"
+    return f"its products are of {left}" if left else "no product reads the whole of it"
 
 
 def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows: bool) -> tuple[Joint, dict[int, Uses]]:

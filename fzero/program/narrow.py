@@ -49,7 +49,8 @@ def in_8_bits(
     places = dict(zip(params.distinct, graph.inputs, strict=False))
     multiplied = fp8.multiplied(params)
     sharded = [places[i] for i in multiplied if fp8.comes_rounded(params.leaves[i])]
-    graph, scales = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8.rows, sharded)
+    paths = {places[i]: params.leaves[i].path for i in multiplied}
+    graph, scales = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8.rows, sharded, paths)
     groups: dict[fx.Node, list[int]] = {}
     for i in (i for i in multiplied if places[i] in scales):
         groups.setdefault(_block_of(places[i]), []).append(i)
