@@ -51,8 +51,9 @@ def test_values_are_those_of_index_put() -> None:
 @pytest.mark.parametrize("by_frequency", [False, True])
 def test_values_are_those_of_an_embeddings_gradient(padding: int, by_frequency: bool) -> None:
     grad, tokens = drawn(7, 3, 8), torch.arange(21).reshape(7, 3) % 5
-    found = IN_ORDER[aten.embedding_dense_backward.default](grad, tokens, 6, padding, by_frequency)
-    torch.testing.assert_close(found, aten.embedding_dense_backward(grad, tokens, 6, padding, by_frequency))
+    for dtype in (torch.int64, torch.int32):
+        found = IN_ORDER[aten.embedding_dense_backward.default](grad, tokens.to(dtype), 6, padding, by_frequency)
+        torch.testing.assert_close(found, aten.embedding_dense_backward(grad, tokens, 6, padding, by_frequency))
 
 
 @pytest.mark.usefixtures("threads")
@@ -72,8 +73,8 @@ def test_the_same_bits_every_time() -> None:
 def test_values_are_those_of_index_add(shape: tuple[int, ...], dim: int, places: int) -> None:
     x, index = drawn(*shape), torch.arange(places) * 2 % 5
     source = drawn(*(places if n == 5 else n for n in shape))
-    for alpha in (1, 2.5):
-        found = IN_ORDER[aten.index_add.default](x, dim, index, source, alpha=alpha)
+    for alpha, dtype in ((1, torch.int64), (2.5, torch.int32)):
+        found = IN_ORDER[aten.index_add.default](x, dim, index.to(dtype), source, alpha=alpha)
         torch.testing.assert_close(found, x.index_add(dim, index, source, alpha=alpha))
 
 

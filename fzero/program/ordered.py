@@ -39,16 +39,17 @@ def _index_put(x: torch.Tensor, indices: Indices, values: torch.Tensor, accumula
 
 def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num: int, padding: int, by_frequency: bool) -> torch.Tensor:
     if by_frequency:
-        counts = torch.zeros(num, dtype=torch.int64, device=grad.device).scatter_add(0, indices.reshape(-1), torch.ones_like(indices).reshape(-1))
+        rows = indices.reshape(-1).long()
+        counts = rows.new_zeros(num).scatter_add(0, rows, torch.ones_like(rows))
         grad = grad / counts[indices].unsqueeze(-1)
     kept = grad if padding < 0 else torch.where((indices == padding).unsqueeze(-1), 0.0, grad)
-    return add_at(torch.zeros(num, grad.shape[-1], dtype=grad.dtype, device=grad.device), [indices], kept)
+    return add_at(grad.new_zeros(num, grad.shape[-1]), [indices], kept)
 
 
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
     if x.dim() == 0:
         return aten.index_add.default(x, dim, index, source, alpha=alpha)
-    places = index.reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    places = index.long().reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
     return x.scatter_add(dim, places.expand_as(source), source if alpha == 1 else source * alpha)
 
 
