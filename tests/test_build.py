@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -28,7 +29,7 @@ from fzero.program.ir import Function
 from fzero.program.record import Recorded, record
 from fzero.runtime import build as building
 from fzero.runtime import cache as caching
-from fzero.runtime import kernels, worker
+from fzero.runtime import kernels, sent, worker
 from fzero.runtime.cache import Cache, Entry, open_cache
 
 CPU = torch.device("cpu")
@@ -490,6 +491,22 @@ def test_code_that_is_more_than_a_function_over_kernels_is_refused(made, why):
     with pytest.raises(kernels.NotPlain) as error:
         kernels.parse(made, 2, 1, ())
     assert why in str(error.value)
+
+
+def test_a_function_arrives_in_another_process_as_it_was():
+    """Also what makes a tensor of nothing: a pickled GraphModule would have run it, and arrive with a literal."""
+
+    def made(x, index):
+        rows = torch.arange(4, dtype=torch.float32)[:, None] + torch.zeros(4, 3)
+        return [torch.cat([x, rows])[index, 1:], x.sum([0, 1], keepdim=True).to(torch.bfloat16)]
+
+    x, index = torch.randn(2, 3), torch.tensor([0, 5])
+    with compat.FakeTensorMode() as mode:
+        graph = record(made, [mode.from_tensor(x), mode.from_tensor(index)], owner="made", names=["x", "index"])
+    arrived = sent.restored(pickle.loads(pickle.dumps(sent.plain(graph.graph))))
+    ops = lambda g: [str(n.target) for n in g.nodes]  # noqa: E731
+    assert ops(arrived.graph) == ops(graph.graph) and any("arange" in op for op in ops(arrived.graph))
+    assert all(torch.equal(a, b) for a, b in zip(arrived(x, index), made(x, index), strict=True))
 
 
 def test_large_work_is_compiled_in_several_units():

@@ -17,7 +17,7 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
-from fzero.runtime import kernels, worker
+from fzero.runtime import kernels, sent, worker
 from fzero.runtime.cache import Cache, Entry, host, key, logger, open_cache
 from fzero.runtime.execute import as_called
 from fzero.runtime.share import Share
@@ -144,7 +144,7 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job
     return worker.Job(
         key=key,
         name=name,
-        graph=fx.GraphModule({}, module),
+        graph=sent.plain(module),
         inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
         num_args=len(function.graph.inputs),
         num_outputs=len(function.graph.outputs),

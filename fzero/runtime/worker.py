@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import FzeroError, message
-from fzero.runtime import deterministic, kernels
+from fzero.runtime import deterministic, kernels, sent
 from fzero.runtime.cache import Cache, Entry
 
 _UNIT_CHARS = 100_000
@@ -36,7 +35,7 @@ class Job:
 
     key: str
     name: str
-    graph: fx.GraphModule
+    graph: sent.Sent
     inputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, stride, dtype
     num_args: int
     num_outputs: int
@@ -132,7 +131,7 @@ def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: 
     for job in jobs:
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]  # never read
         try:
-            lowered = compat.inductor_lower(job.graph, examples, trust_cpu)
+            lowered = compat.inductor_lower(sent.restored(job.graph), examples, trust_cpu)
             plain[job.key] = kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except kernels.NotPlain as reason:
             skipped[job.name] = str(reason)

@@ -1,0 +1,73 @@
+"""A graph as plain values, for another process.
+
+A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of nothing, zeros or a range, runs there and then, and has become a literal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+
+
+class Ref(NamedTuple):
+    """A node, by its position."""
+
+    index: int
+
+
+class Op(NamedTuple):
+    """An operator of `torch.ops`, by its names."""
+
+    namespace: str
+    name: str
+    overload: str
+
+    def found(self) -> Any:
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+
+
+Sent = Sequence[tuple[str, str, Any, Any, Any]]
+"""The nodes of a graph: kind, name, target, arguments and keyword arguments of each."""
+
+
+def plain(graph: fx.Graph) -> Sent:
+    """A graph of placeholders and operators, without literals, as what can be pickled.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> _ = graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
+        >>> plain(graph)[1]
+        ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default'), (Ref(index=0),), {})
+    """
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    refs: Callable[[Any], Any] = lambda args: fx.map_arg(args, lambda n: Ref(index[n]))  # noqa: E731
+    return tuple((n.op, n.name, _named(n.target), refs(n.args), refs(n.kwargs)) for n in graph.nodes)
+
+
+def restored(sent: Sent) -> fx.GraphModule:
+    """The graph again, as a callable."""
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    back: Callable[[Any], Any] = lambda x: (  # noqa: E731
+        nodes[x.index]
+        if isinstance(x, Ref)
+        else type(x)(map(back, x))
+        if isinstance(x, (list, tuple))
+        else {k: back(v) for k, v in x.items()}
+        if isinstance(x, dict)
+        else slice(back(x.start), back(x.stop), back(x.step))
+        if isinstance(x, slice)
+        else x
+    )
+    for kind, name, target, args, kwargs in sent:
+        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, back(args), back(kwargs), name))
+    return fx.GraphModule({}, graph)
+
+
+def _named(target: Any) -> Any:
+    return Op(*str(target).split(".")) if compat.is_operator(target) else target
