@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import models
 import pytest
@@ -187,7 +188,8 @@ def example(value):
 
 def close(estimate, real, part=0.05):
     """Kernels have scratch space of their own that no shape tells of: some tens of kB, a quarter of a MiB where AMX wants operands packed."""
-    return abs(estimate - real) <= max(part * real, 3 << 17)
+    amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    return abs(estimate - real) <= max(part * real, (3 if amx else 1) << 17)
 
 
 @pytest.mark.parametrize("transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"])

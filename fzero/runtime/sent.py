@@ -5,16 +5,19 @@ A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_aggregate
 
 from fzero import compat
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True)
+class Ref:
     """A node, by its position."""
 
     index: int
@@ -46,26 +49,16 @@ def plain(graph: fx.Graph) -> Sent:
         ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default'), (Ref(index=0),), {})
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
-    refs: Callable[[Any], Any] = lambda args: fx.map_arg(args, lambda n: Ref(index[n]))  # noqa: E731
-    return tuple((n.op, n.name, _named(n.target), refs(n.args), refs(n.kwargs)) for n in graph.nodes)
+    args = [fx.map_arg((n.args, n.kwargs), lambda n: Ref(index[n])) for n in graph.nodes]
+    return tuple((n.op, n.name, _named(n.target), *given) for n, given in zip(graph.nodes, args, strict=True))
 
 
 def restored(sent: Sent) -> fx.GraphModule:
     """The graph again, as a callable."""
     graph, nodes = fx.Graph(), list[fx.Node]()
-    back: Callable[[Any], Any] = lambda x: (  # noqa: E731
-        nodes[x.index]
-        if isinstance(x, Ref)
-        else type(x)(map(back, x))
-        if isinstance(x, (list, tuple))
-        else {k: back(v) for k, v in x.items()}
-        if isinstance(x, dict)
-        else slice(back(x.start), back(x.stop), back(x.step))
-        if isinstance(x, slice)
-        else x
-    )
     for kind, name, target, args, kwargs in sent:
-        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, back(args), back(kwargs), name))
+        args, kwargs = map_aggregate((args, kwargs), lambda x: nodes[x.index] if isinstance(x, Ref) else x)
+        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, args, kwargs, name))
     return fx.GraphModule({}, graph)
 
 

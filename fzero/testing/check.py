@@ -217,7 +217,7 @@ def overflowed(metrics: dict[str, Any]) -> bool:
 
 def most_skipped(step: Step) -> int:
     """How many steps a loss scale may skip until it is low enough; one that never moves would skip all."""
-    scale = record.loss_scale if (record := find(step.transforms, MixedPrecision)) else None
+    scale = record.scaling if (record := find(step.transforms, MixedPrecision)) else None
     if scale is None or scale.backoff_factor == 1:
         return 0
     return scale.hysteresis + math.ceil(math.log(scale.minimum / scale.initial) / math.log(scale.backoff_factor))
