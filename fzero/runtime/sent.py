@@ -49,16 +49,24 @@ def plain(graph: fx.Graph) -> Sent:
         ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default'), (Ref(index=0),), {})
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
-    args = [fx.map_arg((n.args, n.kwargs), lambda n: Ref(index[n])) for n in graph.nodes]
+
+    def ref(node: fx.Node) -> Any:
+        return Ref(index[node])
+
+    args: list[Any] = [fx.map_arg((n.args, n.kwargs), ref) for n in graph.nodes]
     return tuple((n.op, n.name, _named(n.target), *given) for n, given in zip(graph.nodes, args, strict=True))
 
 
 def restored(sent: Sent) -> fx.GraphModule:
     """The graph again, as a callable."""
     graph, nodes = fx.Graph(), list[fx.Node]()
+
+    def back(x: Any) -> Any:
+        return nodes[x.index] if isinstance(x, Ref) else x
+
     for kind, name, target, args, kwargs in sent:
-        args, kwargs = map_aggregate((args, kwargs), lambda x: nodes[x.index] if isinstance(x, Ref) else x)
-        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, args, kwargs, name))
+        given: Any = map_aggregate((args, kwargs), back)
+        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, given[0], given[1], name))
     return fx.GraphModule({}, graph)
 
 
