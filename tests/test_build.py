@@ -498,12 +498,15 @@ def test_a_function_arrives_in_another_process_as_it_was():
 
     def made(x, index):
         rows = torch.arange(4, dtype=torch.float32)[:, None] + torch.zeros(4, 3)
-        return [torch.cat([x, rows])[index, 1:], x.sum([0, 1], keepdim=True).to(torch.bfloat16)]
+        whole = torch.cat([x, rows])[index, 1:].clone(memory_format=torch.contiguous_format)
+        return [whole, x.sum([0, 1], keepdim=True).to(torch.bfloat16)]
 
     x, index = torch.randn(2, 3), torch.tensor([0, 5])
     with compat.FakeTensorMode() as mode:
         graph = record(made, [mode.from_tensor(x), mode.from_tensor(index)], owner="made", names=["x", "index"])
-    arrived = sent.restored(pickle.loads(pickle.dumps(sent.plain(graph.graph))))
+    plain = sent.plain(graph.graph)
+    assert sent.Constant("contiguous_format") in [n[4].get("memory_format") for n in plain]
+    arrived = sent.restored(pickle.loads(pickle.dumps(plain)))
     ops = lambda g: [str(n.target) for n in g.nodes]  # noqa: E731
     assert ops(arrived.graph) == ops(graph.graph) and any("arange" in op for op in ops(arrived.graph))
     assert all(torch.equal(a, b) for a, b in zip(arrived(x, index), made(x, index), strict=True))

@@ -34,6 +34,13 @@ class Op(NamedTuple):
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A memory format or a layout, by its name in torch: one is pickled by a name that cannot be found everywhere, the other not at all."""
+
+    name: str
+
+
 Sent = Sequence[tuple[str, str, Any, Any, Any]]
 """The nodes of a graph: kind, name, target, arguments and keyword arguments of each."""
 
@@ -50,10 +57,12 @@ def plain(graph: fx.Graph) -> Sent:
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
 
-    def ref(node: fx.Node) -> Any:
-        return Ref(index[node])
+    def by_name(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return Ref(index[x])
+        return Constant(str(x).removeprefix("torch.")) if isinstance(x, (torch.memory_format, torch.layout)) else x
 
-    args: list[Any] = [fx.map_arg((n.args, n.kwargs), ref) for n in graph.nodes]
+    args: list[Any] = [map_aggregate((n.args, n.kwargs), by_name) for n in graph.nodes]
     return tuple((n.op, n.name, _named(n.target), *given) for n, given in zip(graph.nodes, args, strict=True))
 
 
@@ -62,7 +71,9 @@ def restored(sent: Sent) -> fx.GraphModule:
     graph, nodes = fx.Graph(), list[fx.Node]()
 
     def back(x: Any) -> Any:
-        return nodes[x.index] if isinstance(x, Ref) else x
+        if isinstance(x, Ref):
+            return nodes[x.index]
+        return getattr(torch, x.name) if isinstance(x, Constant) else x
 
     for kind, name, target, args, kwargs in sent:
         given: Any = map_aggregate((args, kwargs), back)
