@@ -167,7 +167,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
     p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
     p.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "auto"), default="bf16", help="to compute in; auto: each block as it can; reductions are fp32")
-    p.add_argument("--fp8", choices=("tensor", "row"), help="the layers' products in 8 bits, with a scale for each operand, or each row")
+    p.add_argument("--fp8", choices=("tensor", "row", "delayed"), help="the layers' products in 8 bits: a scale for each operand, or row, or of earlier steps")
     p.add_argument("--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters")
     p.add_argument("--rounding", choices=("stochastic", "nearest"), help="to --params bf16; by default stochastic")
     p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="of Adam's moments")

@@ -34,6 +34,8 @@ LOSS_SCALE = "extras['loss_scale']"
 """The path of what a loss scale remembers."""
 PRECISION = "extras['precision']"
 """The path of what is counted of each parameter's precision."""
+FP8 = "extras['fp8']"
+"""The path of what products in 8 bits remember of their operands."""
 
 
 @dataclass(frozen=True)

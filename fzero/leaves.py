@@ -14,11 +14,12 @@ import torch
 from fzero import compat, tree
 from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, LOSS_SCALE, PRECISION, Layout, Leaf, ties
+from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.base import Precision
 from fzero.program.counters import PrecisionState
+from fzero.program.delayed import FORMATS, Fp8State
 from fzero.program.fp8 import InFp8
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
@@ -35,7 +36,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
     streams = any(isinstance(t, Offload) for t in step.transforms)  # what rests elsewhere travels in the dtype of its copy there
-    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
+    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
     if record is None:
         return Precision(fp8=products)
     return Precision(
@@ -164,6 +165,8 @@ def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
         leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
     if precision is not None and precision.auto:
         leaves += [Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32)) for name in PrecisionState._fields]
+    if (fp8 := find(step.transforms, Fp8)) is not None and fp8.history is not None:
+        leaves += [Leaf(f"{FP8}.{name}", "fp8", (fp8.history, len(FORMATS), len(params.ties)), Layout(torch.float32)) for name in Fp8State._fields]
     return {leaf.path: leaf for leaf in leaves}
 
 

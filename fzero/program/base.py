@@ -21,6 +21,7 @@ from fzero.mesh import AbstractMesh
 from fzero.optim import apply_updates, global_norm
 from fzero.optim.loss_scale import LossScale, LossScaleState
 from fzero.program.counters import PrecisionState, counted
+from fzero.program.delayed import Fp8State, Slot, advanced
 from fzero.program.fp8 import InFp8
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names, identifier
@@ -118,13 +119,14 @@ def lower_train(t: Training) -> Lowered:
 
     graph, found, seed = _record_loss(t, places)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
+    slots: list[Slot] = []
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
-        graph, lines = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
+        graph, lines, slots = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
     outputs, maxima = graph.outputs[:end], graph.outputs[end:]
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
-    wanted |= dict.fromkeys(maxima, "block_max")
+    wanted |= dict(zip(reversed(maxima), ["fp8_max", "block_max"] if slots else ["block_max"], strict=False))
     body = Lines(graph, functions, names, wanted)
     lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names)
     lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
@@ -132,7 +134,7 @@ def lower_train(t: Training) -> Lowered:
     sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
     watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
     max_values = [Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in maxima]
-    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched)
+    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched, slots)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
     program = Program(
         name=t.name,
@@ -221,7 +223,7 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
     if precision.fp8 is not None:
-        graph, lines = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
+        graph, lines, _ = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
@@ -388,17 +390,24 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
 
 
 def record_update(
-    t: Training, grads: dict[int, Value], sums: Sequence[Value], maxima: Sequence[Value], traced: Found, names: Names, watched: Watched | None
+    t: Training,
+    grads: dict[int, Value],
+    sums: Sequence[Value],
+    maxima: Sequence[Value],
+    traced: Found,
+    names: Names,
+    watched: Watched | None,
+    slots: Sequence[Slot],
 ) -> tuple[Line, tree.TreeSpec]:
     """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
 
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    scale_leaves, count_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision"))
+    scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
-    state = [*scale_leaves, *count_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
+    state = [*scale_leaves, *count_leaves, *fp8_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
     places += [(x.path, x.shape, x.dtype) for x in state]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
     info: dict[str, Any] = {}
@@ -409,6 +418,7 @@ def record_update(
         key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
         scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
         counts = [next(it) for _ in count_leaves]
+        history = [next(it) for _ in fp8_leaves]
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
@@ -449,9 +459,11 @@ def record_update(
         if watched is not None:
             tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
             statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
-            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest, loss)}
+            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest[: len(largest) - bool(slots)], loss)}
             safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
             few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
+        if history:
+            few = [*few, *(advanced(Fp8State(*history), slots, largest[-1]) if slots else history)]
         written[1:1] = few
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)

@@ -8,11 +8,15 @@ parameter that it reads, and if its three dims are multiples of 16.
 A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels. Every rank rounds its shard by the largest
 of all ranks' scales, which is that of the whole.
 
+What is multiplied with a parameter may be rounded by a scale that is known before the step (fzero/program/delayed.py): a function has a vector of them as
+an input more, and the operands' largest magnitudes as a result more, a block that of its backward.
+
 It must not know which parameters to select, or why.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,27 +29,14 @@ from fzero import compat
 from fzero.errors import TransformError, message
 from fzero.layout import Leaf
 from fzero.program.block import Joint, call_block, call_vjp
+from fzero.program.delayed import Operands
+from fzero.program.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
 from fzero.program.record import Recorded, merge_equal, record
-from fzero.program.scaled import E4M3, E5M2, MULTIPLE, quantized, scaled_mm
-from fzero.program.segment import extract, reached
+from fzero.program.scaled import E4M3, E5M2, MULTIPLE, amax, quantized, saturated, scaled_mm
+from fzero.program.segment import extract, inlined, reached
 from fzero.program.trace import Inputs
 
 aten = torch.ops.aten
-
-_VIEWS = {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
-"""Of all of their argument."""
-_COPIES = {aten._to_copy.default, aten.clone.default}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,13 @@ class InFp8:
         selects: whether those with a parameter are.
         rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has one.
         gathers: whether sharded parameters travel in 8 bits.
+        history: of how many steps what is multiplied with a parameter is rounded by the largest magnitude; None: by its own, as parameters always are.
     """
 
     selects: Callable[[Leaf], bool]
     rows: bool = False
     gathers: bool = True
+    history: int | None = None
 
     def multiplied(self, params: Inputs) -> list[int]:
         """The positions of the parameters whose products are. Of a tied leaf all paths are asked."""
@@ -84,222 +77,266 @@ class Uses:
         self.left += other.left
 
 
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A function with products in 8 bits.
+
+    Attributes:
+        graph: the function. If it has `vectors`, its last result is the largest magnitudes that belong to them, one vector after the other.
+        scales: for each input that comes rounded, as nothing but products reads it, the new input that is its scale.
+        vectors: the new inputs that are scales known before the step, each with the parameters that it is about (see `Operands`).
+    """
+
+    graph: Recorded
+    scales: Mapping[fx.Node, fx.Node]
+    vectors: Mapping[fx.Node, Sequence[fx.Node]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block with the products of some of its inputs replaced, and those by the number of the input. `about`: the inputs that its vector is about, if it
+    has one."""
+
+    joint: Joint
+    uses: Mapping[int, Uses]
+    about: Sequence[int] = ()
+
+
 def rewrite(
     graph: Recorded,
     weights: Mapping[fx.Node, fx.Node | None],
     seeds: Collection[fx.Node],
-    rows: bool,
+    fp8: InFp8,
     sharded: Collection[fx.Node],
     paths: Mapping[fx.Node, str],
-) -> tuple[Recorded, dict[fx.Node, fx.Node]]:
+) -> Rewritten:
     """Replaces the products with some inputs of a function: its own and those of the blocks that it calls.
 
     Args:
         graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
         weights: the inputs, each with the output that is its gradient, if it has one.
-        seeds: what gradients are computed from.
-        rows: of `InFp8`.
+        seeds: what gradients are computed from; none in an evaluation, which has no history.
+        fp8: which products, and how.
         sharded: the inputs that may come in float8_e4m3fn.
         paths: what the user knows the inputs as.
-
-    Returns: the function, and for each input that does come so, as nothing but products reads it, the new input that is its scale.
 
     Raises:
         TransformError: there is none that could be replaced.
     """
-    blocks: dict[Any, tuple[Joint, dict[int, Uses]]] = {}
+    blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, Uses] = defaultdict(Uses)
     nodes = list(graph.graph.nodes)
+    delayed = {n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None}  # the calls whose backward can tell what they read
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
-    scales = _given(graph, [n for n in weights if n in sharded and _only_multiplied(n)], len(graph.inputs), "in_{}")
+    new = _NewInputs(graph, len(graph.inputs), "in_{}")
+    scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
+    operands = Operands(new.vector(len(weights)), weights) if fp8.history is not None and seeds else None
+    for weight, found in _replace(graph.graph, weights, late, fp8.rows, scales, operands).items():
+        uses[weight].add(found)
+    about: dict[fx.Node, Sequence[fx.Node]] = {}
+    maxima: dict[fx.Node, fx.Node] = {}
+    if operands is not None and operands.largest is None:
+        new.remove(operands.vector)
+    elif operands is not None and operands.largest is not None:
+        about[operands.vector], maxima[operands.vector] = operands.weights, operands.largest
+    vectors: dict[Any, fx.Node] = {}  # of each call
     for node in nodes:
         if node.target in (call_block, call_vjp):
-            joint: Joint = node.args[0]
+            joint, call, *_ = node.args
             inputs = node.args[2 : 2 + joint.num_inputs]
-            selected = frozenset(i for i, n in enumerate(inputs) if _origin(n) in weights)
+            selected = frozenset(i for i, n in enumerate(inputs) if origin(n) in weights)
             given = tuple(i for i, n in enumerate(inputs) if n in scales)
-            if (joint, selected, given) not in blocks:
-                blocks[joint, selected, given] = _in_block(joint, selected, given, rows)
-            new, found = blocks[joint, selected, given]
-            node.args = (new, node.args[1], *inputs, *(scales[inputs[i]] for i in given), *node.args[2 + joint.num_inputs :])
+            key = joint, selected, given, call in delayed
+            if key not in blocks:
+                blocks[key] = _in_block(*key, fp8.rows)
+            block, more = blocks[key], [scales[inputs[i]] for i in given]
+            if block.about:
+                if call not in vectors:
+                    vectors[call] = new.vector(len(block.about))
+                    about[vectors[call]] = [origin(inputs[i]) for i in block.about]
+                more.append(vectors[call])
+            node.args = (block.joint, call, *inputs, *more, *node.args[2 + joint.num_inputs :])
+            if block.about and node.target is call_vjp:
+                maxima[vectors[call]] = _last_result(node, block.joint)
             for i in selected if node.target is call_block else ():
-                uses[_origin(inputs[i])].add(found[i])
-    for weight, found in _replace(graph.graph, weights, late, rows, scales).items():
-        uses[weight].add(found)
+                uses[origin(inputs[i])].add(block.uses[i])
     if not any(u.done for u in uses.values()):
         problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
         raise TransformError(message("fp8", "no product of this step can be done in 8 bits", problems, _FIX))
-    return replace(graph), scales
-
-
-def _only_multiplied(node: fx.Node) -> bool:
-    """Whether products that can be done in 8 bits read an input, and nothing else does, here and in blocks."""
-    for user in node.users:
-        if user.target in (call_block, call_vjp):
-            joint: Joint = user.args[0]  # type: ignore[assignment]
-            places = [joint.graph.inputs[i] for i, n in enumerate(user.args[2 : 2 + joint.num_inputs]) if n is node]
-            if node.op != "placeholder" or not all(map(_only_multiplied, places)):
-                return False
-        elif not (_only_multiplied(user) if user.target in _VIEWS else _fits(user)):
-            return False
-    return bool(node.users)
-
-
-def _given(graph: Recorded, weights: Sequence[fx.Node], behind: int, name: str) -> dict[fx.Node, fx.Node]:
-    """Makes inputs come in float8_e4m3fn, and puts that of each one's scale behind so many inputs."""
-    scales: dict[fx.Node, fx.Node] = {}
-    last = graph.inputs[behind - 1]
-    for i, weight in enumerate(weights):
-        value = weight.meta["val"]
-        with graph.graph.inserting_after(last):
-            scales[weight] = last = graph.graph.placeholder(name.format(behind + i + 1))
-        weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
-        last.meta["val"] = compat.new_fake(value.fake_mode, (), torch.float32, value.device)
-    return scales
+    if about:
+        _append_result(graph.graph, [maxima[vector] for vector in about])
+    graph.graph.eliminate_dead_code()
+    return Rewritten(replace(graph), scales, about)
 
 
 _FIX = f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of {MULTIPLE}"
 
 
 def _why(uses: Uses) -> str:
-    left = ", ".join(" x ".join(map(str, dims)) for dims in dict.fromkeys(uses.left))
+    left = ", ".join(" x ".join(map(str, d)) for d in dict.fromkeys(uses.left))
     return f"its products are of {left}" if left else "no product reads the whole of it"
 
 
-def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows: bool) -> tuple[Joint, dict[int, Uses]]:
-    """A block with the products of some of its inputs replaced, and those by the number of the input. The scales of what is given rounded are inputs behind the
-    others."""
+class _NewInputs:
+    """Inputs that a function gets behind so many that it has."""
+
+    def __init__(self, graph: Recorded, behind: int, name: str):
+        self._graph, self._last, self._number, self._name = graph.graph, graph.inputs[behind - 1], behind, name
+
+    def _add(self, value: torch.Tensor) -> fx.Node:
+        self._number += 1
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.placeholder(self._name.format(self._number))
+        self._last.meta["val"] = value
+        return self._last
+
+    def rounded(self, weights: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Makes inputs come in float8_e4m3fn, and adds the scale of each."""
+        scales: dict[fx.Node, fx.Node] = {}
+        for weight in weights:
+            value = weight.meta["val"]
+            scales[weight] = self._add(compat.new_fake(value.fake_mode, (), torch.float32, value.device))
+            weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
+        return scales
+
+    def vector(self, num_weights: int) -> fx.Node:
+        """Adds scales that are known before the step."""
+        value = self._last.meta["val"]
+        return self._add(compat.new_fake(value.fake_mode, (Operands.EACH * num_weights,), torch.float32, value.device))
+
+    def remove(self, node: fx.Node) -> None:
+        """Removes the last one, which nothing reads."""
+        assert node is self._last
+        self._last = node.prev
+        self._graph.erase_node(node)
+
+
+def _last_result(node: fx.Node, joint: Joint) -> fx.Node:
+    """The last result of a block's backward."""
+    number, value = len(joint.graph.outputs) - joint.num_outputs - 1, joint.graph.outputs[-1].meta["val"]
+    with node.graph.inserting_after(node):
+        out = node.graph.call_function(operator.getitem, (node, number))
+    out.meta["val"] = value
+    return out
+
+
+def _append_result(graph: fx.Graph, vectors: Sequence[fx.Node]) -> None:
+    """Gives a function one result more: vectors, one after the other."""
+    last = graph.output_node()
+    mode = vectors[0].meta["val"].fake_mode
+    with mode:
+        fakes = [compat.new_fake(mode, x.shape, x.dtype, x.device) for x in (v.meta["val"] for v in vectors)]
+        made = record(lambda *xs: [torch.cat(xs)], fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
+    (out,) = inlined(graph, last, made, vectors)[1]
+    last.args = ((*last.args[0], out),)  # type: ignore[misc]
+
+
+def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], delayed: bool, rows: bool) -> _Block:
+    """The scales of what is given rounded are inputs behind the others, and behind these those known before the step."""
     if not selected:
-        return joint, {}
+        return _Block(joint, {})
     graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
     places, grads = graph.inputs, dict(zip(joint.diff, graph.outputs[joint.num_outputs :], strict=True))
     late = reached(graph.graph, places[joint.num_inputs :])
-    scales = _given(graph, [places[i] for i in given], joint.num_inputs, "primals_{}")
-    found = _replace(graph.graph, {places[i]: grads.get(i) for i in selected}, late, rows, scales)
-    return replace(joint, graph=replace(graph), num_inputs=joint.num_inputs + len(given)), {i: found[places[i]] for i in selected}
+    new = _NewInputs(graph, joint.num_inputs, "primals_{}")
+    scales, about = new.rounded([places[i] for i in given]), sorted(selected)
+    operands = Operands(new.vector(len(about)), [places[i] for i in about]) if delayed else None
+    found = _replace(graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, operands)
+    if operands is not None and operands.largest is not None:
+        _append_result(graph.graph, [operands.largest])
+    else:
+        about = []
+        if operands is not None:
+            new.remove(operands.vector)
+    graph.graph.eliminate_dead_code()
+    num_inputs = joint.num_inputs + len(given) + bool(about)
+    return _Block(replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about)
 
 
 def _replace(
-    graph: fx.Graph, weights: Mapping[fx.Node, fx.Node | None], late: Collection[fx.Node], rows: bool, scales: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph,
+    weights: Mapping[fx.Node, fx.Node | None],
+    late: Collection[fx.Node],
+    rows: bool,
+    scales: Mapping[fx.Node, fx.Node],
+    operands: Operands | None,
 ) -> dict[fx.Node, Uses]:
-    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already.
+    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already; `operands`:
+    what is rounded by scales known before the step.
 
     Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it keeps, nothing chooses what to keep between
     two functions.
     """
     uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
-    makes = {product: weight for weight, grad in weights.items() for product in ([] if grad is None else _summands(grad)) if product in late}
+    makes = {product: weight for weight, grad in weights.items() for product in ([] if grad is None else summands(grad)) if product in late}
     for node in list(graph.nodes):
         run += node.target in (call_block, call_vjp)
-        factors = _factors(node)
-        weight = next((w for w in (*map(_origin, factors), makes.get(node)) if w in weights), None) if factors else None
-        if weight is None or late.issuperset(factors):
+        found = factors(node)
+        weight = next((w for w in (*map(origin, found), makes.get(node)) if w in weights), None) if found else None
+        if weight is None or late.issuperset(found):
             continue
-        if not _fits(node):
-            uses[weight].left.append(_dims(factors))
+        if not fits(node):
+            uses[weight].left.append(dims(found))
             continue
-        new = _splice(graph, node, _scaled(node, factors, [E5M2 if f in late else E4M3 for f in factors], rows, scales))
+        new, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands)
         runs.update(dict.fromkeys(new, run))
         if node in late:
-            late.add(new[-1])
+            late.add(result)
         uses[weight].done += 1
+    if operands is not None:
+        operands.close(graph)
     merge_equal(graph, runs)
-    graph.eliminate_dead_code()
     return uses
 
 
-def _factors(node: fx.Node) -> tuple[Any, ...]:
-    """The two matrices that a node multiplies; none of any other node. A batch of one is a matrix."""
-    match node.target:
-        case aten.mm.default:
-            return node.args[:2]
-        case aten.addmm.default if node.kwargs.get("alpha", 1) == 1:
-            return node.args[1:3]
-        case aten.bmm.default if node.meta["val"].shape[0] == 1:
-            return node.args[:2]
-    return ()
-
-
-def _fits(node: fx.Node) -> bool:
-    """Whether a node is a product that can be done in 8 bits."""
-    factors = _factors(node)
-    return bool(factors) and node.meta["val"].dtype in _DTYPES and not any(n % MULTIPLE for n in _dims(factors))
-
-
-def _dims(factors: Sequence[fx.Node]) -> tuple[int, int, int]:
-    a, b = (f.meta["val"].shape for f in factors)
-    return a[-2], a[-1], b[-1]
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a node has all elements of, in another shape, order or dtype."""
-    while node.target in _VIEWS | _COPIES:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _summands(grad: fx.Node) -> list[fx.Node]:
-    """The products that add up to a gradient."""
-    found, todo = [], [grad]
-    while todo:
-        node = _origin(todo.pop())
-        if _factors(node):
-            found.append(node)
-        elif node.target is aten.add.Tensor and not node.kwargs:
-            todo += [n for n in node.args if isinstance(n, fx.Node)]
-    return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """What a product becomes: a function, and the nodes that it reads."""
-
-    graph: Recorded
-    inputs: Sequence[fx.Node]
-
-
-def _scaled(node: fx.Node, factors: Sequence[fx.Node], formats: Sequence[torch.dtype], rows: bool, scales: Mapping[fx.Node, fx.Node]) -> _Made:
-    """Operands with one scale are rounded as they lie, before they are viewed as matrices: the views of one tensor share it. `scales`: of what is rounded."""
-    roots = [(f, []) if rows else _unviewed(f) for f in factors]
+def _scaled(
+    graph: fx.Graph,
+    node: fx.Node,
+    found: Sequence[fx.Node],
+    formats: Sequence[torch.dtype],
+    weight: fx.Node,
+    rows: bool,
+    scales: Mapping[fx.Node, fx.Node],
+    operands: Operands | None,
+) -> tuple[list[fx.Node], fx.Node]:
+    """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are viewed as matrices: the views of one
+    tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result among them."""
+    roots = [(f, []) if rows else unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
     given = {i: scales[n] for i, (n, _) in enumerate(roots) if n in scales}
-    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values()]
+    others = {i: n for i, (n, _) in enumerate(roots) if operands is not None and origin(n) is not weight}
+    fresh = [i for i, n in others.items() if operands is not None and n not in operands]
+    known = {i: operands.number(n, weight, formats[i]) for i, n in others.items() if operands is not None}
+    vector = [operands.vector] if operands is not None and known else []
+    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values(), *vector]
     batched, out = node.target is aten.bmm.default, node.meta["val"]
     beta: Any = node.kwargs.get("beta", 1)
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         matrices, scales = [], []
-        known = dict(zip(given, xs[len(xs) - len(given) :], strict=True))
+        more = dict(zip(given, xs[len(roots) + len(bias) :], strict=False))
         for i, (x, (_, views), dtype) in enumerate(zip(xs, roots, formats, strict=False)):
-            x, scale = (x, known[i]) if i in known else quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
+            if i in known:
+                scale = xs[-1][known[i]]
+                x = saturated(x, scale, dtype)
+            elif i in more:
+                scale = more[i]
+            else:
+                x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
             for view in views:
                 x = view.target(x, *view.args[1:], **view.kwargs)  # type: ignore[operator]
             matrices.append(x if rows or not batched else x.squeeze(0))
             scales.append(scale)
         y = scaled_mm(*matrices, *scales, out.dtype)
         y = y.unsqueeze(0) if batched else y
-        return [torch.add(y, xs[2], alpha=beta) if bias else y]
+        return [torch.add(y, xs[2], alpha=beta) if bias else y, *(amax(xs[i]) for i in fresh)]
 
-    facts = [n.meta["val"] for n in inputs]
+    fakes = [compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in (n.meta["val"] for n in inputs)]
     with out.fake_mode:
-        fakes = [compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in facts]
-        return _Made(record(run, fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))]), inputs)
-
-
-def _unviewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a node is a view of all of, and the views, the last one last."""
-    views: list[fx.Node] = []
-    while node.target in _VIEWS:
-        views.append(node)
-        node = node.args[0]  # type: ignore[assignment]
-    return node, views[::-1]
-
-
-def _splice(graph: fx.Graph, node: fx.Node, made: _Made) -> list[fx.Node]:
-    """Puts a function in a node's place. Returns its nodes, that of its result last."""
-    env = dict(zip(made.graph.inputs, made.inputs, strict=True))
-    with graph.inserting_before(node):
-        new = [env.setdefault(n, graph.node_copy(n, lambda m: env[m])) for n in made.graph.graph.nodes if n.op == "call_function"]
-    node.replace_all_uses_with(new[-1])
+        made = record(run, fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
+    new, (result, *largest) = inlined(graph, node, made, inputs)
+    if operands is not None:
+        operands.found({known[i]: n for i, n in zip(fresh, largest, strict=True)})
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
-    return new
+    return new, result

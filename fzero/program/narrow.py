@@ -14,7 +14,10 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
+from fzero.layout import FP8
+from fzero.program import delayed
 from fzero.program.block import call_block, call_vjp
+from fzero.program.delayed import Slot
 from fzero.program.fp8 import InFp8, rewrite
 from fzero.program.ir import Line, Value
 from fzero.program.names import Names, identifier
@@ -33,8 +36,9 @@ def in_8_bits(
     seeds: Sequence[fx.Node],
     functions: Functions,
     names: Names,
-) -> tuple[Recorded, list[Line]]:
-    """A step's loss and gradients, or an evaluation, with products in 8 bits, and the lines before it.
+) -> tuple[Recorded, list[Line], list[Slot]]:
+    """A step's loss and gradients, or an evaluation, with products in 8 bits; the lines before it; and what the numbers are that it has as one result more,
+    if there are any: the largest magnitudes of operands that are rounded by what the state remembers of them.
 
     Args:
         graph: whose first inputs are the distinct parameters.
@@ -50,7 +54,8 @@ def in_8_bits(
     multiplied = fp8.multiplied(params)
     sharded = [places[i] for i in multiplied if fp8.comes_rounded(params.leaves[i])]
     paths = {places[i]: params.leaves[i].path for i in multiplied}
-    graph, scales = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8.rows, sharded, paths)
+    new = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8, sharded, paths)
+    graph, scales = new.graph, new.scales
     groups: dict[fx.Node, list[int]] = {}
     for i in (i for i in multiplied if places[i] in scales):
         groups.setdefault(_block_of(places[i]), []).append(i)
@@ -65,9 +70,19 @@ def in_8_bits(
             casts.append(Line("cast", (leaf.path, values[-1].name), (rounded,), attrs={"dtype": E4M3, "through": cast[i].dtype}, by="fp8"))
         facts = tuple((params.leaves[i].shape, params.leaves[i].dtype, cast[i].dtype) for i in group)
         fn = functions.add("scales", _scales(facts, graph.inputs[0].meta["val"].device))
-        calls.append(Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": True}, by="fp8"))
+        calls.append(Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": "shards"}, by="fp8"))
     replaced = {cast[i].name for group in groups.values() for i in group}
-    return graph, [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]
+    position = {node: i for i, node in places.items()}
+    slots = [tuple(Slot(position[w], kind) for w in weights for kind in (False, True)) for weights in new.vectors.values()]
+    if slots:
+        values = tuple(Value(names("fp8_scales"), tuple(v.meta["val"].shape), torch.float32) for v in new.vectors)
+        for vector, value in zip(new.vectors, values, strict=True):
+            vector.meta["name"] = value.name
+        assert fp8.history is not None
+        made = delayed.scales((fp8.history, len(delayed.FORMATS), len(params.ties)), tuple(slots), graph.inputs[0].meta["val"].device)
+        calls.append(Line("call", (f"{FP8}.history",), values, functions.add("fp8_scales", made), {"scales": "history"}, by="fp8"))
+    lines = [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]
+    return graph, lines, [s for group in slots for s in group]
 
 
 def on_shards(graph: Recorded, shapes: Sequence[tuple[int, ...]]) -> Recorded:

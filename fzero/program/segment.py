@@ -54,6 +54,14 @@ def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
     return Part(source, inputs, outputs).extract(names)
 
 
+def inlined(graph: fx.Graph, before: fx.Node, made: Recorded, inputs: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Puts the operations of a function, which has no literals, into a graph before a node. Returns: the new nodes, and the results."""
+    env = dict(zip(made.inputs, inputs, strict=True))
+    with graph.inserting_before(before):
+        new = [env.setdefault(n, graph.node_copy(n, lambda m: env[m])) for n in made.graph.nodes if n.op == "call_function"]
+    return new, [env[n] for n in made.outputs]
+
+
 def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     """The nodes that `outputs` depend on, themselves included, without going past `stop`."""
     seen: set[fx.Node] = set()

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.auto import check_auto
 from fzero.budget import Budget
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import LOSS_SCALE, PRECISION, Leaf, home_of, leaf_of, place, shard
+from fzero.layout import FP8, LOSS_SCALE, PRECISION, Leaf, home_of, leaf_of, place, shard
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -34,7 +34,7 @@ from fzero.leaves import (
 )
 from fzero.lower import Lowered, lower_inputs, resolve
 from fzero.mesh import Mesh, return_freed_memory
-from fzero.program import counters
+from fzero.program import counters, delayed
 from fzero.program.device import on_device
 from fzero.program.guess import guessed_leaves
 from fzero.program.ir import Program
@@ -393,6 +393,10 @@ class CompiledStep(_Compiled):
         scaling = precision_of(self.step).loss_scale
         begins = {f"{PRECISION}.{name}": x for name, x in counters.begin(len(params.ties))._asdict().items()}
         begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
+        fp8 = find(self.step.transforms, Fp8)
+        begins |= (
+            {} if fp8 is None or fp8.history is None else {f"{FP8}.{name}": x for name, x in delayed.begin(fp8.history, len(params.ties))._asdict().items()}
+        )
         few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step, params).items()}
         copies = compute_leaves(self.step, self.mesh, params)
 

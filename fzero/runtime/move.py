@@ -17,7 +17,7 @@ from fzero.runtime import agree, resting
 from fzero.transforms.offload import TIERS
 
 HOME = "home"
-_STAYS = ("step", "key", "loss_scale", "precision")
+_STAYS = ("step", "key", "loss_scale", "precision", "fp8")
 """Roles of the few bytes that say where a run is: they rest on the device wherever the rest goes."""
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import COMPUTE, LOSS_SCALE, PRECISION, Layout, Leaf, leaf_of, ties
+from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, leaf_of, ties
 from fzero.leaves import abstract_params, compute_leaves, extra_leaves
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState
+from fzero.program.delayed import Fp8State
 from fzero.program.trace import Inputs
 from fzero.step import State, Step
 
@@ -27,7 +28,11 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
 
 
-KEPT: dict[str, tuple[str, Any]] = {"loss_scale": (LOSS_SCALE, LossScaleState), "precision": (PRECISION, PrecisionState)}
+KEPT: dict[str, tuple[str, Any]] = {
+    "loss_scale": (LOSS_SCALE, LossScaleState),
+    "precision": (PRECISION, PrecisionState),
+    "fp8": (FP8, Fp8State),
+}
 """Where a run is besides its step and its key: the path of what `extras` holds under a name, which is the role of its leaves too, and what makes it of them."""
 
 
@@ -59,7 +64,11 @@ def differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> li
     here = {x.path: x for x in found}
     expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
-    return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in pairs if a is None or a.layout != b.layout]
+    return [
+        f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step"
+        for a, b in pairs
+        if a is None or (a.shape, a.layout) != (b.shape, b.layout)
+    ]
 
 
 def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:

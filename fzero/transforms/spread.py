@@ -32,7 +32,7 @@ class _Rewrite:
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
         self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if not line.attrs.get("scales")}
+        kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         self.leaf_of: dict[str, tuple[str, Line | None]] = {}  # a sharded parameter, or its cast -> the leaf and the cast
@@ -69,7 +69,7 @@ class _Rewrite:
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.attrs.get("scales")]
+        scales = [line for line in lines if line.attrs.get("scales") == "shards"]
         for line in lines:
             if (
                 line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
@@ -83,7 +83,7 @@ class _Rewrite:
                 out += self._after_loop()
             elif line.op == "update":
                 out += self._update(line)
-            elif line.attrs.get("scales"):
+            elif line.attrs.get("scales") == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
                 if line.attrs.get("of_sums"):  # reads what the ranks' sums add up to; any other line reads this rank's own
