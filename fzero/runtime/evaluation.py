@@ -8,13 +8,12 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import leaf_of
 from fzero.leaves import abstract_params, params_inputs
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
 from fzero.runtime.compiled import Compiled
-from fzero.runtime.states import differences, first_leaves, placed_inputs
+from fzero.runtime.states import Last, differences, placed_inputs
 from fzero.step import EvalStep, check_params
 
 
@@ -23,7 +22,7 @@ class CompiledEval(Compiled):
 
     def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         super().__init__(step, mesh, backend, limits)
-        self._inputs_of: tuple[Any, Inputs, Any] | None = None
+        self._last = Last()
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The outputs of `fn(params, *batch)`.
@@ -32,11 +31,9 @@ class CompiledEval(Compiled):
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
             *batch: this rank's part of every argument.
         """
-        if self._inputs_of is None or self._inputs_of[0] is not params:
-            self._inputs_of = (params, self._expect(params), first_leaves(params))
-        for x in self._inputs_of[2]:
-            leaf_of(x)  # raises if they were moved since
-        inputs = self._inputs_of[1]
+        if not self._last.holds(params):
+            self._last.keep(self._expect(params), params)
+        inputs = self._last.checked()
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))

@@ -12,35 +12,21 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.auto import check_auto
-from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import LOSS_SCALE, PRECISION, Leaf, home_of, leaf_of, place, shard
-from fzero.leaves import (
-    abstract,
-    abstract_params,
-    auto_of,
-    batch_inputs,
-    compute_leaves,
-    extra_leaves,
-    offloads,
-    opt_state_inputs,
-    params_inputs,
-    precision_of,
-    recorded,
-)
+from fzero.errors import FzeroTypeError, message
+from fzero.layout import Leaf, leaf_of, shard
+from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
 from fzero.lower import Lowered, resolve
 from fzero.mesh import Mesh, return_freed_memory
-from fzero.program import counters
 from fzero.program.guess import guessed_leaves
 from fzero.program.trace import Inputs
-from fzero.runtime import agree, birth, gather, profile, resting, safer
+from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.compiled import Compiled
-from fzero.runtime.states import KEPT, abstract_state, differences, differing_extras, first_leaves, kept, placed_inputs, state_leaves
+from fzero.runtime.safer import Safer
+from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
-from fzero.schedule.plan import Decision
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, State, Step, check_params
 from fzero.transforms.base import find
-from fzero.transforms.offload import paths_of
 from fzero.transforms.precision import MixedPrecision
 
 
@@ -55,11 +41,8 @@ class CompiledStep(Compiled):
         precision = find(step.transforms, MixedPrecision)
         scaling = precision.scaling if precision else None
         self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
-        self._params: Inputs | None = None
-        self._moved: tuple[Decision, ...] = ()  # the blocks that compute in a safer dtype
-        self._counts: Any = None  # what that was decided by
-        self._guesses: tuple[Any, Any, bool] = (None, None, False)  # `_of` and a program, and what `_may_guess` found of them
-        self._of: tuple[Any, Any, Any] | None = None  # the trees of the state that was checked last, `_first` of them; self._params describes the first
+        self._safer, self._last = Safer(mesh), Last()
+        self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
@@ -102,7 +85,8 @@ class CompiledStep(Compiled):
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
-        state = self._state(inputs, opt_inputs, made, opt, rest, places, "init")
+        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
+        self._last.keep(inputs, state.params, state.opt_state)
         if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
         return state
@@ -115,22 +99,10 @@ class CompiledStep(Compiled):
             self.step, self._chosen = resolve(self.step, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
-        """What stands in a new state for the leaves off the device; raises if those on it are more than the memory budget, before any is made."""
-        self._of, self._guesses = None, (None, None, False)  # a state that nobody else holds any more makes room for the new one
-        leaves = [*resting.travelling(params, opt_state), *compute_leaves(self.step, self.mesh, params).values()]
-        tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
-        if self.mesh.unified_memory:
-            tiers[:2] = [({"device", "host"}, ""), (set(), "")]
-        problems = []
-        for (names, where), limit in zip(tiers, self.limits, strict=True):
-            rests = sum(resting.resting_bytes(leaf, self.mesh) for leaf in leaves if leaf.layout.tier in names)
-            if limit is not None and rests > limit:
-                problems.append(f"the state takes {rests:,} bytes{where} on each rank, {rests - limit:,} more than {limit:,}")
-        if problems:
-            fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
-            raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
-        places = resting.allocate(leaves, self.mesh, paths_of(offloads(self.step)), owner)
-        return {leaf.path: x for leaf, x in zip(leaves, places, strict=True) if x is not None}
+        """What stands in a new state for the leaves off the device."""
+        self._last.let_go()  # a state that nobody else holds any more makes room for the new one
+        self._guesses = (None, None, False)
+        return resting.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
 
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
@@ -150,8 +122,8 @@ class CompiledStep(Compiled):
         from fzero import checkpoint
 
         saved = checkpoint.structure(path)
-        if params is None and self._params is not None:
-            inputs = self._params
+        if params is None and self._last.inputs is not None:
+            inputs = self._last.inputs
         else:
             whole = saved.params if params is None else abstract(params) if callable(params) else params
             self._resolve(whole)
@@ -170,14 +142,16 @@ class CompiledStep(Compiled):
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
             found = checkpoint.read(path, counted, self.mesh)
             counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
-            self.step = safer.resolved(self.step, inputs, counts, self.mesh)
+            self.step = self._safer.resolved(self.step, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(path, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
         rest = {p: by_path[p] for p in extras if p in by_path}
-        return self._state(inputs, opt_inputs, made, opt, rest, places, "restore")
+        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
+        self._last.keep(inputs, state.params, state.opt_state)
+        return state
 
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
@@ -221,29 +195,19 @@ class CompiledStep(Compiled):
         return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
 
     def _make_safer(self, state: State, params: Inputs) -> None:
-        """Moves what `mixed_precision("auto")` would move by the counts of a state, unless that has been laid out otherwise: then the next restore does."""
-        if (counts := state.extras.get("precision")) is not None:
-            step = safer.resolved(self.step, params, counts, self.mesh)
-            if compute_leaves(step, self.mesh, params) == compute_leaves(self.step, self.mesh, params):
-                self.step, self._counts = step, counts
-                if (scaling := precision_of(step).loss_scale) is not None:
-                    safer.renew(state.extras["loss_scale"], scaling, counts)
+        """What a program is built of goes by the counts of the state at hand."""
+        self.step = self._safer.before_build(self.step, params, state)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         lowered, finish = super()._build(params, batch)
-        if self._counts is not None and lowered.watched is not None:
-            moved = safer.decisions(self.step, params, lowered.watched, self._counts)
-            if moved != self._moved:
-                safer.say(moved, self.mesh)
-            self._moved, lowered = moved, replace(lowered, chosen=(*lowered.chosen, *moved))
-        return lowered, finish
+        return self._safer.explained(lowered, self.step, params), finish
 
     def _may_guess(self, state: State) -> bool:
         """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
-        if self._guesses[0] is not self._of or self._guesses[1] is not self.program:
+        if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
             guessed = guessed_leaves(self.program)
             leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
-            self._guesses = self._of, self.program, resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+            self._guesses = self._last.trees, self.program, resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
         return self._guesses[2]
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
@@ -268,52 +232,13 @@ class CompiledStep(Compiled):
     def _inputs(self, state: State) -> Inputs:
         if not isinstance(state, State):
             raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with train.init or train.restore"))
-        if self._of is None or state.params is not self._of[0] or state.opt_state is not self._of[1]:
+        if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
-            expected = params_inputs(self.step, self.mesh, abstract_params(found))
-            wrong = (
-                differences(found, expected)
-                or differences(opt, opt_state_inputs(self.step, self.mesh, expected))
-                or differing_extras(self.step, self.mesh, state, expected)
-            )
-            if wrong:
-                away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
-                fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
-                raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
-            if self._params is None or (self._params.leaves, self._params.ties, self._params.structure) != (found.leaves, found.ties, found.structure):
-                self._params = found
-            self._of = (state.params, state.opt_state, first_leaves(state.params, state.opt_state))
-        for x in self._of[2]:
-            leaf_of(x)  # raises if the state was moved since
-        assert self._params is not None
-        return self._params
-
-    def _state(
-        self,
-        params: Inputs,
-        opt_state: Inputs,
-        made: dict[int, torch.Tensor],
-        opt: dict[int, torch.Tensor],
-        rest: dict[str, torch.Tensor],
-        places: dict[str, torch.Tensor],
-        owner: str,
-    ) -> State:
-        """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; a loss scale that is not among them begins."""
-        for inputs, values in ((params, made), (opt_state, opt)):
-            for i, x in values.items():
-                place(x, inputs.leaves[i], self.mesh)
-        scaling = precision_of(self.step).loss_scale
-        begins = {f"{PRECISION}.{name}": x for name, x in counters.begin(len(params.ties))._asdict().items()}
-        begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
-        few = {p: place({**begins, **rest}[p].to(self.mesh.device), leaf, self.mesh) for p, leaf in extra_leaves(self.step, params).items()}
-        copies = compute_leaves(self.step, self.mesh, params)
-
-        def cast() -> dict[int, torch.Tensor]:
-            return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, self.mesh) for i, leaf in copies.items()}
-
-        extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(self.mesh, owner, cast) if places else cast())} if copies else {}
-        state = State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
-        self._params, self._of = params, (state.params, state.opt_state, first_leaves(state.params, state.opt_state))
-        return state
+            check_layouts(self.step, self.mesh, state, found, opt)
+            known = self._last.inputs
+            if known is None or (known.leaves, known.ties, known.structure) != (found.leaves, found.ties, found.structure):
+                known = found
+            self._last.keep(known, state.params, state.opt_state)
+        return self._last.checked()
