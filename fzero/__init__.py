@@ -10,8 +10,10 @@ from fzero.optim.loss_scale import LossScale
 from fzero.program.block import block
 from fzero.program.show import show
 from fzero.runtime.build import has_compiler
-from fzero.runtime.compile import CompiledEval, CompiledStep, compile
+from fzero.runtime.compile import compile
+from fzero.runtime.evaluation import CompiledEval
 from fzero.runtime.move import move
+from fzero.runtime.training import CompiledStep
 from fzero.schedule.plan import fits
 from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
 from fzero.transforms.accumulate import accumulate

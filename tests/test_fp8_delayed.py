@@ -20,7 +20,7 @@ from test_fp8 import LOSS, LR, WIDTH, batches, every_node, init, loss_of, mlp, n
 import fzero as fz
 from fzero import optim
 from fzero.errors import CheckpointError, FzeroValueError
-from fzero.program.delayed import Fp8State, Slot, advanced, begin
+from fzero.program.delayed import Fp8State, Slot, advanced
 from fzero.program.ir import transfer_bytes
 from fzero.program.scaled import E4M3, E5M2, saturated, scaled_mm
 
@@ -52,7 +52,7 @@ def test_what_is_not_finite_stays_so(dtype):
 
 def test_the_history_of_slots():
     slots = (Slot(1, False), Slot(0, True), Slot(1, False), Slot(2, True))
-    state = begin(2, 3)
+    state = Fp8State(torch.zeros(2, 2, 3))
     for largest in ([1.0, 2.0, 3.0, 4.0], [5.0, math.inf, 0.5, math.nan], [0.25, 8.0, 0.125, 16.0]):
         before, state = state, advanced(state, slots, torch.tensor(largest))
         assert torch.equal(state.history[1], before.history[0]), "the oldest step is forgotten"

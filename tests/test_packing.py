@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import MODELS, OPTIMIZERS
 
 import fzero as fz
-from fzero.schedule import buffers
+from fzero.schedule import regions
 from fzero.schedule.packing import SLACK, Item, least, pack
 
 spans = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda x: (x[0], x[0] + x[1]))
@@ -49,7 +49,7 @@ OFFLOADED = {
 @pytest.mark.parametrize("name", sorted(OFFLOADED))
 def test_pools_of_programs_are_hardly_larger_than_what_lies_in_them_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[tuple[Any, int]] = []
-    monkeypatch.setattr(buffers, "pack", lambda items: pools.append((items, pack(items).nbytes)) or pack(items))
+    monkeypatch.setattr(regions, "pack", lambda items: pools.append((items, pack(items).nbytes)) or pack(items))
     step = fz.compose(*OFFLOADED[name])(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     mesh = fz.AbstractMesh(data=2 if name == "shards" else 1, unified_memory=name == "shards")
     for layers in (4, 12):

@@ -25,7 +25,7 @@ from fzero.lower import base_program
 from fzero.optim import apply_updates
 from fzero.program import base
 from fzero.program.ir import Program
-from fzero.runtime import build, compile, execute
+from fzero.runtime import build, compiled, execute, training
 from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
 from fzero.testing.check import setting_of
@@ -354,8 +354,8 @@ def test_a_loss_that_is_no_mean_is_the_users():
 
 
 def test_a_first_state_that_differs(monkeypatch):
-    whole = compile.shard
-    monkeypatch.setattr(compile, "shard", lambda x, leaf, mesh: whole(x.flip(0), leaf, mesh))
+    whole = training.shard
+    monkeypatch.setattr(training, "shard", lambda x, leaf, mesh: whole(x.flip(0), leaf, mesh))
     report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), raises=False)
     assert report.blame is not None and report.blame.step == 0 and "init" in report.blame.note
     assert {d.path for d in report.differences if not d.ok and d.step == 0} >= {"params['head']['w']"}
@@ -377,7 +377,7 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
                 patch.setattr(build, "as_called", wrong)
             return real(functions, "eager", mesh, progress)
 
-    monkeypatch.setattr(compile, "build", built)
+    monkeypatch.setattr(compiled, "build", built)
     report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), backend="other", raises=False)
     assert report.blame is not None and report.blame.transform is None and "'other'" in report.blame.note
     assert report.blame.line is not None and "head_value_and_grad(" in report.blame.line.text

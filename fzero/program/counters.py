@@ -29,11 +29,6 @@ class PrecisionState(NamedTuple):
     underflows: torch.Tensor  # int32[number of parameters]
 
 
-def begin(num_params: int) -> PrecisionState:
-    """The state before the first step, in host memory."""
-    return PrecisionState(*(torch.zeros(num_params, dtype=torch.int32) for _ in PrecisionState._fields))
-
-
 def counted(state: PrecisionState, watched: Watched, statistics: Mapping[str, torch.Tensor], safer: Sequence[bool] = ()) -> PrecisionState:
     """The state after a step.
 

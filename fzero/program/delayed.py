@@ -36,11 +36,6 @@ class Fp8State(NamedTuple):
     history: torch.Tensor  # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first; 0: none
 
 
-def begin(num_steps: int, num_params: int) -> Fp8State:
-    """The state before the first step, in host memory."""
-    return Fp8State(torch.zeros(num_steps, len(FORMATS), num_params))
-
-
 def advanced(state: Fp8State, slots: Sequence[Slot], largest: torch.Tensor) -> Fp8State:
     """The state after a step.
 

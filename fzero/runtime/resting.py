@@ -15,12 +15,14 @@ import torch
 
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
-from fzero.errors import FzeroValueError
+from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
-from fzero.leaves import mirrors
+from fzero.leaves import compute_leaves, mirrors, offloads
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
+from fzero.step import Step
+from fzero.transforms.offload import paths_of
 
 logger = logging.getLogger("fzero")
 
@@ -34,6 +36,38 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
     for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
         following.setdefault(None if i is None else params.ties[i], []).append(leaf)
     return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
+
+
+def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
+    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before any leaf is made.
+
+    Args:
+        step: what rests where is decided.
+        mesh: whose ranks call this together.
+        limits: bytes of each rank's device memory, of its host memory and on disk.
+        params, opt_state: the leaf tables.
+        owner: of the errors.
+
+    Communication: that of `allocate`.
+
+    Raises:
+        BudgetError: with the numbers of every budget that is too small.
+        FzeroValueError, TierError: those of `allocate`.
+    """
+    leaves = [*travelling(params, opt_state), *compute_leaves(step, mesh, params).values()]
+    tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+    if mesh.unified_memory:
+        tiers[:2] = [({"device", "host"}, ""), (set(), "")]
+    problems = []
+    for (names, where), limit in zip(tiers, limits, strict=True):
+        rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
+        if limit is not None and rests > limit:
+            problems.append(f"the state takes {rests:,} bytes{where} on each rank, {rests - limit:,} more than {limit:,}")
+    if problems:
+        fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
+        raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+    made = allocate(leaves, mesh, paths_of(offloads(step)), owner)
+    return {leaf.path: x for leaf, x in zip(leaves, made, strict=True) if x is not None}
 
 
 def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""What the states of a step look like: the leaf tables of a tree of placed tensors, and how they differ from those that the step expects."""
+"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from those that the step expects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, leaf_of, ties
-from fzero.leaves import abstract_params, compute_leaves, extra_leaves
+from fzero.errors import FzeroValueError, message
+from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, home_of, leaf_of, place, ties
+from fzero.leaves import abstract_params, compute_leaves, extra_leaves, opt_state_inputs, params_inputs, precision_of
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState
 from fzero.program.delayed import Fp8State
 from fzero.program.trace import Inputs
+from fzero.runtime import agree, resting
 from fzero.step import State, Step
 
 
@@ -42,9 +44,68 @@ def kept(values: dict[str, Any]) -> dict[str, Any]:
     return {name: make(*(values[f"{KEPT[name][0]}.{field}"] for field in make._fields)) for name, make in there.items()}
 
 
-def first_leaves(*trees: Any) -> list[torch.Tensor]:
-    """The first leaf of each tree that has any: a tree is moved as a whole."""
-    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
+class Last:
+    """The trees that a step was last called with, or made: what was found of them holds as long as they are the same."""
+
+    def __init__(self) -> None:
+        self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
+        self.trees: tuple[Any, ...] | None = None
+        self._first: list[torch.Tensor] = []
+
+    def holds(self, *trees: Any) -> bool:
+        return self.trees is not None and all(x is y for x, y in zip(trees, self.trees, strict=True))
+
+    def keep(self, inputs: Inputs, *trees: Any) -> None:
+        self.inputs, self.trees, self._first = inputs, trees, _first_leaves(*trees)
+
+    def let_go(self) -> None:
+        self.trees, self._first = None, []
+
+    def checked(self) -> Inputs:
+        """The leaf table of the first tree; raises if they were moved since."""
+        for x in self._first:
+            leaf_of(x)
+        assert self.inputs is not None
+        return self.inputs
+
+
+def assembled(
+    step: Step,
+    mesh: Mesh,
+    params: Inputs,
+    opt_state: Inputs,
+    made: dict[int, torch.Tensor],
+    opt: dict[int, torch.Tensor],
+    rest: dict[str, torch.Tensor],
+    places: dict[str, torch.Tensor],
+    owner: str,
+) -> State:
+    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; what is not among them begins: a loss scale where it starts,
+    what is counted and remembered with zeros."""
+    for inputs, values in ((params, made), (opt_state, opt)):
+        for i, x in values.items():
+            place(x, inputs.leaves[i], mesh)
+    scaling, leaves = precision_of(step).loss_scale, extra_leaves(step, params)
+    begins = {p: torch.zeros(leaf.shape, dtype=leaf.dtype) for p, leaf in leaves.items()}
+    begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
+    few = {p: place({**begins, **rest}[p].to(mesh.device), leaf, mesh) for p, leaf in leaves.items()}
+    copies = compute_leaves(step, mesh, params)
+
+    def cast() -> dict[int, torch.Tensor]:
+        return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, mesh) for i, leaf in copies.items()}
+
+    extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(mesh, owner, cast) if places else cast())} if copies else {}
+    return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
+
+
+def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
+    """Raises with every leaf of a state that rests otherwise than a step expects. `found`, `opt`: the leaf tables of its parameters and optimizer state."""
+    expected = params_inputs(step, mesh, abstract_params(found))
+    wrong = differences(found, expected) or differences(opt, opt_state_inputs(step, mesh, expected)) or _differing_extras(step, mesh, state, expected)
+    if wrong:
+        away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
+        fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
+        raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
 
 
 def differences(found: Inputs, expected: Inputs) -> list[str]:
@@ -57,18 +118,15 @@ def differences(found: Inputs, expected: Inputs) -> list[str]:
     return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
 
 
-def differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
+def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
     """How the copies to compute with, and the loss scale, of a state differ from those that a step expects."""
     roots = {"compute": COMPUTE, **{name: path for name, (path, _) in KEPT.items()}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
     expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
-    return [
-        f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step"
-        for a, b in pairs
-        if a is None or (a.shape, a.layout) != (b.shape, b.layout)
-    ]
+    wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
+    return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong]
 
 
 def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
@@ -80,6 +138,11 @@ def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> S
 def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
     return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *(leaf for leaf in few.values() if leaf.role in KEPT)]
+
+
+def _first_leaves(*trees: Any) -> list[torch.Tensor]:
+    """The first leaf of each tree that has any: a tree is moved as a whole."""
+    return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:

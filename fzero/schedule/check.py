@@ -1,7 +1,7 @@
 """The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by how places were chosen.
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
-it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/buffers.py).
+it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/uses.py).
 What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no
 order in which ranks wait for each other.
 """

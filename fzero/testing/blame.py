@@ -19,8 +19,9 @@ from fzero.lower import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.base import Weighted
 from fzero.program.ir import Program
-from fzero.runtime.compile import CompiledStep, compile
+from fzero.runtime.compile import compile
 from fzero.runtime.resting import load
+from fzero.runtime.training import CompiledStep
 from fzero.step import State, wants_key
 from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values

@@ -15,7 +15,8 @@ from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, message
 from fzero.lower import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
-from fzero.runtime.compile import CompiledStep, compile
+from fzero.runtime.compile import compile
+from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report

@@ -1,0 +1,103 @@
+"""What training and evaluation on a mesh share. Owns what is made once: programs and functions, for each kind of batch.
+
+It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.budget import Budget
+from fzero.errors import FzeroValueError, message
+from fzero.leaves import batch_inputs
+from fzero.lower import Lowered, lower_inputs
+from fzero.mesh import Mesh
+from fzero.program.device import on_device
+from fzero.program.ir import Program
+from fzero.program.trace import Inputs
+from fzero.runtime import agree, deterministic
+from fzero.runtime.build import build, check_backend
+from fzero.runtime.execute import executable
+from fzero.schedule.devices import Device, get_device
+from fzero.schedule.plan import Decision, Plan
+from fzero.transforms.offload import Offload
+
+
+class Compiled:
+    """A step on a mesh: lowered once per kind of batch; and the last program that ran."""
+
+    def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+        check_backend(backend, mesh.device)
+        self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
+        self._budget: Budget | None = None
+        self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
+        self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._lowered: Lowered | None = None
+        self._planned: Any = (None, None)  # a program and its plan
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last. It exists from the first call on; `fz.lower` makes one without running."""
+        if self._lowered is None:
+            raise FzeroValueError(message("compile", "there is no program yet", fix="call the step once, or use fz.lower(step, mesh, params, batch).program"))
+        return self._lowered.program
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that `metrics["precision"]` is about, in its order; none without `mixed_precision(watch=True)`."""
+        _ = self.program
+        assert self._lowered is not None
+        return self._lowered.blocks
+
+    @property
+    def plan(self) -> Plan:
+        """What the program that ran last costs each rank, as built for this machine's device."""
+        if self.program is not self._planned[0]:
+            functions = {name: replace(f, graph=on_device(f.graph, self.mesh.device)) for name, f in self.program.functions.items()}
+            assert self._lowered is not None
+            self._planned = self.program, replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend)
+        return self._planned[1]
+
+    def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
+        """The program for such a batch, and what runs it. `before`: done if there is none yet."""
+        kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
+        key = (id(params), tree.structure(batch), kinds, deterministic.setting())
+        if key not in self._runs:
+            before()
+            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
+            self._runs[key] = (lowered, run)
+        lowered, run = self._runs[key]
+        self._lowered = lowered
+        return lowered, run
+
+    def _rates(self) -> Budget | None:
+        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
+        if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
+            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            nbytes, host, disk = self.limits
+            self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
+        return self._budget
+
+    def _on_device(self, batch: Any, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The leaves of a batch where the program reads them."""
+        if any(x.is_meta for x in flat):
+            wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
+            raise FzeroValueError(message("step", "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
+        return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
+        """The program, and how to make it executable once all ranks agree on it."""
+        lowered = replace(lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates()), chosen=self._chosen)
+
+        def finish() -> Callable[..., Any]:
+            used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
+            functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
+            return executable(lowered.program, functions, self.mesh)
+
+        return lowered, finish

@@ -1,0 +1,58 @@
+"""A forward-only step on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.errors import FzeroValueError, message
+from fzero.leaves import abstract_params, params_inputs
+from fzero.mesh import Mesh
+from fzero.program.trace import Inputs
+from fzero.runtime import agree
+from fzero.runtime.compiled import Compiled
+from fzero.runtime.states import Last, differences, placed_inputs
+from fzero.step import EvalStep, check_params
+
+
+class CompiledEval(Compiled):
+    """A forward-only step on a mesh. Made by `compile`."""
+
+    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+        super().__init__(step, mesh, backend, limits)
+        self._last = Last()
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        """The outputs of `fn(params, *batch)`.
+
+        Args:
+            params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
+            *batch: this rank's part of every argument.
+        """
+        if not self._last.holds(params):
+            self._last.keep(self._expect(params), params)
+        inputs = self._last.checked()
+        flat, structure = tree.flatten(batch)
+        lowered, run = self._run_for(inputs, batch, flat)
+        batch = tree.unflatten(structure, self._on_device(batch, flat))
+        with torch.no_grad(), agree.transferring(self.mesh):
+            outputs = run(params, batch)
+        return tree.unflatten(lowered.structure, outputs)
+
+    def _expect(self, params: Any) -> Inputs:
+        check_params(params)
+        found = placed_inputs(params, self.mesh)
+        expected = params_inputs(self.step, self.mesh, abstract_params(found))
+        wrong = differences(found, expected)
+        if wrong:
+            raise FzeroValueError(
+                message(
+                    "eval_step", "the parameters rest otherwise than this evaluation expects", wrong, "apply to eval_step the transforms of the training step"
+                )
+            )
+        for old, _ in list(self._runs.values()):
+            if (old.params.leaves, old.params.ties, old.params.structure) == (found.leaves, found.ties, found.structure):
+                return old.params
+        return found

@@ -1,0 +1,244 @@
+"""A training step on a mesh: it makes states, or restores them, and carries them on, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.auto import check_auto
+from fzero.errors import FzeroTypeError, message
+from fzero.layout import Leaf, leaf_of, shard
+from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
+from fzero.lower import Lowered, resolve
+from fzero.mesh import Mesh, return_freed_memory
+from fzero.program.guess import guessed_leaves
+from fzero.program.trace import Inputs
+from fzero.runtime import agree, birth, gather, profile, resting
+from fzero.runtime.compiled import Compiled
+from fzero.runtime.safer import Safer
+from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
+from fzero.runtime.watch import AtMinimum, check_finite
+from fzero.schedule.timeline import Event
+from fzero.step import INIT_STREAM, State, Step, check_params
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
+
+
+class CompiledStep(Compiled):
+    """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open is decided by `init` or `restore`."""
+
+    def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None):
+        super().__init__(step, mesh, backend, limits)
+        if (auto := auto_of(step)) is not None:
+            check_auto(auto, limits, batch is not None)
+        self._batch = None if batch is None else batch_inputs(batch)
+        precision = find(step.transforms, MixedPrecision)
+        scaling = precision.scaling if precision else None
+        self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
+        self._safer, self._last = Safer(mesh), Last()
+        self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
+
+    def init(self, params: Any, key: torch.Tensor | None = None) -> State:
+        """The first state, sharded from birth.
+
+        Args:
+            params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
+            key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
+
+        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
+        Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
+            made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
+            through two buffers of 16 MiB, before the next leaf is made.
+
+        Raises:
+            FzeroTypeError: leaves that are not tensors.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
+            TraceError: an init function that draws from torch's global generator instead of its key.
+        """
+        key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
+        graph = None
+        if callable(params):
+            params, graph = recorded(params, self.mesh.device_type)
+        else:
+            check_params(params)
+        self._resolve(params)
+        inputs = params_inputs(self.step, self.mesh, params)
+        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        places = self._places(inputs, opt_inputs, "init")
+
+        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
+            return resting.put(value, leaf, places, self.mesh)
+
+        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+            if graph is not None:
+                made = birth.from_function(graph, key, inputs, self.mesh, put)
+            else:
+                flat = tree.leaves(params)
+                made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
+            return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
+
+        made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
+        rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
+        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
+        self._last.keep(inputs, state.params, state.opt_state)
+        if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
+        return state
+
+    def _resolve(self, params: Any) -> None:
+        """Decides what the step leaves open of what rests where, for a tree of whole leaves."""
+        if auto_of(self.step) is not None:
+            budget = self._rates()
+            assert budget is not None and self._batch is not None
+            self.step, self._chosen = resolve(self.step, self.mesh, params, self._batch, budget)
+
+    def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
+        """What stands in a new state for the leaves off the device."""
+        self._last.let_go()  # a state that nobody else holds any more makes room for the new one
+        self._guesses = (None, None, False)
+        return resting.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
+
+    def restore(self, path: str | Path, params: Any = None) -> State:
+        """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
+
+        Args:
+            path: a checkpoint directory, or the directory of checkpoints (its latest).
+            params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
+                called with, else what the checkpoint says.
+
+        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
+
+        Raises:
+            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
+        """
+        from fzero import checkpoint
+
+        saved = checkpoint.structure(path)
+        if params is None and self._last.inputs is not None:
+            inputs = self._last.inputs
+        else:
+            whole = saved.params if params is None else abstract(params) if callable(params) else params
+            self._resolve(whole)
+            inputs = params_inputs(self.step, self.mesh, whole)
+        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        extras = extra_leaves(self.step, inputs)
+        names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
+        index = checkpoint.describe(path)
+        for role in KEPT:
+            held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
+            if not held:  # of a step without it: it begins anew
+                names = {n: leaf for n, leaf in names.items() if leaf.role != role}
+            elif role not in {leaf.role for leaf in names.values()}:  # of a step with it, that is not wanted any more
+                index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
+        checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
+            found = checkpoint.read(path, counted, self.mesh)
+            counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
+            self.step = self._safer.resolved(self.step, inputs, counts)
+        places = self._places(inputs, opt_inputs, "restore")
+        read = checkpoint.read(path, names, self.mesh, into=places)
+        by_path = {leaf.path: read[n] for n, leaf in names.items()}
+        made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
+        opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
+        rest = {p: by_path[p] for p in extras if p in by_path}
+        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
+        self._last.keep(inputs, state.params, state.opt_state)
+        return state
+
+    def gather(self, state: State) -> State:
+        """The whole state as plain host tensors, on every rank.
+
+        Communication: one all_gather a sharded leaf. Memory: the whole state in host memory: for small models and tests.
+        """
+        return gather.whole(state, self.mesh)
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """One step. `state` is donated: its tensors are written in place and are those of the returned state.
+
+        Args:
+            state: from `init` or `restore`.
+            batch: this rank's part of the global batch, the same shapes on every rank.
+
+        Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
+            mesh, as 0-dim tensors that have not been waited for; with a loss scale also `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with
+            leaves or activations off the device also says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
+            (docs/transforms/offload.md).
+
+        Raises:
+            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
+            LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
+        """
+        lowered, run = self.built(state, batch)
+        flat, structure = tree.flatten(batch)
+        batch = tree.unflatten(structure, self._on_device(batch, flat))
+        with torch.no_grad(), agree.transferring(self.mesh):
+            outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
+        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        if self._at_minimum is not None:
+            self._at_minimum(metrics["loss_scale_at_minimum"])
+        return state, metrics if limits is None else {**metrics, **limits.metrics}
+
+    def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
+        """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
+        params = self._inputs(state)
+        if not self._runs:
+            trained = self.step.trains(abstract_params(params))
+            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
+
+    def _make_safer(self, state: State, params: Inputs) -> None:
+        """What a program is built of goes by the counts of the state at hand."""
+        self.step = self._safer.before_build(self.step, params, state)
+
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
+        lowered, finish = super()._build(params, batch)
+        return self._safer.explained(lowered, self.step, params), finish
+
+    def _may_guess(self, state: State) -> bool:
+        """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
+        if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
+            guessed = guessed_leaves(self.program)
+            leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
+            self._guesses = self._last.trees, self.program, resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+        return self._guesses[2]
+
+    def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
+        """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
+
+        Args:
+            state: donated, as in a step.
+            batch: this rank's part of the global batch, the same shapes on every rank.
+            steps: of which the fastest is returned.
+
+        Returns: the state after these steps, and the events of one.
+        """
+        state, _ = self(state, batch)
+        run = next(run for lowered, run in self._runs.values() if lowered is self._lowered)
+        measured: list[list[Event]] = []
+        for _ in range(steps):
+            with profile.timing(run, self.program, self.mesh.device) as events:
+                state, _ = self(state, batch)
+            measured.append(events)
+        return state, min(measured, key=lambda events: events[-1].start + events[-1].seconds - events[0].start)
+
+    def _inputs(self, state: State) -> Inputs:
+        if not isinstance(state, State):
+            raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with train.init or train.restore"))
+        if not self._last.holds(state.params, state.opt_state):
+            check_params(state.params)
+            found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
+            self._resolve(abstract_params(found))
+            check_layouts(self.step, self.mesh, state, found, opt)
+            known = self._last.inputs
+            if known is None or (known.leaves, known.ties, known.structure) != (found.leaves, found.ties, found.structure):
+                known = found
+            self._last.keep(known, state.params, state.opt_state)
+        return self._last.checked()
