@@ -106,8 +106,12 @@ def training(args: argparse.Namespace):
     zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
     spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype, params=args.params, rounding=args.rounding))
     if args.fp8:
-        how = {"scaling": "delayed"} if args.fp8 == "delayed" else {"scales": args.fp8}
-        spread = fz.compose(spread, fz.fp8(**how, where=lambda path, leaf: "layers" in path and leaf.ndim == 2))  # all but embedding and head
+        fp8 = fz.fp8(
+            scales="row" if args.fp8 == "row" else "tensor",
+            scaling="delayed" if args.fp8 == "delayed" else "current",
+            where=lambda path, leaf: "layers" in path and leaf.ndim == 2,  # all but embedding and head
+        )
+        spread = fz.compose(spread, fp8)
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), adamw), has_aux=True)
     return fz.compose(spread, fz.accumulate(args.accumulate), fz.remat("min_cut"))(step), spread, init, schedule
 

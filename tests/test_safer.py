@@ -38,7 +38,7 @@ def reference(counts: list[list[int]], numbers: dict[str, list[float]]) -> None:
 
 
 def test_counts_are_what_the_reference_says():
-    rng, state, counts = random.Random(0), counters.begin(5), [[0] * 5, [0] * 5]
+    rng, state, counts = random.Random(0), PrecisionState(torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)), [[0] * 5, [0] * 5]
 
     def numbers(bad: float) -> list[float]:
         return [rng.choice([float("inf"), float("nan")]) if rng.random() < bad else rng.random() for _ in range(4)]

@@ -69,8 +69,8 @@ def saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
         >>> saturated(torch.tensor([3.0, -1e6]), torch.tensor(2.0), E4M3).float()
         tensor([   1.5000, -448.0000])
     """
-    most = torch.finfo(dtype).max
-    return torch.where(torch.isfinite(x), (x.float() * _inverse(scale)).clamp(-most, most), math.nan).to(dtype)
+    x, most = x.float(), torch.finfo(dtype).max
+    return ((x * _inverse(scale)).clamp(-most, most) + (x - x)).to(dtype)  # the difference is 0, or NaN
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, through: torch.dtype) -> torch.Tensor:
