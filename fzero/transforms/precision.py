@@ -192,7 +192,9 @@ def mixed_precision(
     dtypes = {"compute": compute, "params": params, "reduce": reduce, **({} if outputs is None else {"outputs": outputs})}
     unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in DTYPES and (what, value) != ("compute", "auto")]
     if unknown:
-        raise FzeroValueError(message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8"))
+        raise FzeroValueError(
+            message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8")
+        )
     if where is not None and not callable(where):
         problem = f"where={where!r}: a predicate is a function of (path, leaf)"
         raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
