@@ -17,13 +17,13 @@ from fzero.errors import FzeroTypeError, TransformError, message
 from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, ties
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
-from fzero.program.base import Precision
 from fzero.program.counters import PrecisionState
 from fzero.program.delayed import FORMATS, Fp8State
 from fzero.program.fp8 import InFp8
 from fzero.program.record import Recorded, record
 from fzero.program.results import Remembering
 from fzero.program.trace import Inputs
+from fzero.program.training import Precision
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
 from fzero.transforms import shard
 from fzero.transforms.base import find

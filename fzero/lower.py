@@ -34,10 +34,11 @@ from fzero.leaves import (
 )
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program import fuse
-from fzero.program.base import Precision, Training, lower_eval, lower_train
+from fzero.program.base import lower_eval, lower_train
 from fzero.program.ir import Program
 from fzero.program.record import uncollected
 from fzero.program.trace import Inputs
+from fzero.program.training import Precision, Training
 from fzero.program.verify import verify
 from fzero.program.watch import Watched
 from fzero.schedule.check import check

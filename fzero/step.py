@@ -18,7 +18,8 @@ from fzero import random as fzrandom
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties
 from fzero.optim import GradientTransformation, global_norm
-from fzero.program.base import Weighted, apply_optimizer, flatten_means, split_loss
+from fzero.program.means import Weighted, flatten_means, split_loss
+from fzero.program.optimizer import apply_optimizer
 from fzero.program.record import plainly
 
 Predicate = Callable[[str, torch.Tensor], bool]

@@ -384,7 +384,7 @@ def test_arguments_that_cannot_work():
     )
     raises(FzeroValueError, lambda: fz.mixed_precision("fp32", loss_scale_at_minimum="raise"), "loss_scale_at_minimum='raise'")
     raises(FzeroValueError, lambda: fz.mixed_precision("fp16", outputs="fp64"), "outputs='fp64'", "'fp16'")
-    raises(FzeroValueError, lambda: fz.mixed_precision(torch.int8), "compute=torch.int8", "for 8 bits there is fz.fp8")
+    raises(FzeroValueError, lambda: fz.mixed_precision(torch.int8), "compute='torch.int8'", "for 8 bits there is fz.fp8")
     raises(FzeroTypeError, lambda: fz.mixed_precision("fp16", where="norms"), "where='norms'")
     bad = {"initial": 0, "growth_interval": 0, "growth_factor": 0.5, "backoff_factor": 2.0, "hysteresis": 1.5, "consecutive_hysteresis": 1, "minimum": -1}
     raises(FzeroValueError, lambda: fz.LossScale(**bad), *(f"{name}={value!r}" for name, value in bad.items()))

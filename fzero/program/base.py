@@ -7,7 +7,6 @@ gradient is reduced in, and how many parts (ranks x micro-batches) the global ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,61 +14,18 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.errors import FzeroTypeError, TraceError, message
-from fzero.layout import LOSS_SCALE, Leaf
+from fzero.layout import LOSS_SCALE
 from fzero.mesh import AbstractMesh
-from fzero.optim import apply_updates, global_norm
-from fzero.optim.loss_scale import LossScale, LossScaleState
-from fzero.program.counters import PrecisionState, counted
-from fzero.program.delayed import Fp8State, Slot, advanced
-from fzero.program.fp8 import InFp8
+from fzero.program.delayed import Slot
 from fzero.program.ir import Line, Program, Value
+from fzero.program.means import Means, flatten_means, split_loss, summable
 from fzero.program.names import Names, identifier
 from fzero.program.narrow import in_8_bits
+from fzero.program.optimizer import record_update
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
-from fzero.program.watch import Watched, gradient_statistics, output_maxima, watched_blocks
-
-DType = Callable[[Leaf], torch.dtype]
-ROUNDING_STREAM = 1 << 61
-"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is folded with t alone."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """What dtypes a step computes in, and how it scales its loss. By default everything in its own dtype.
-
-    Attributes:
-        compute: that a parameter or a leaf of the batch is computed in.
-        reduce: that the gradient of a parameter is reduced in.
-        outputs: that what the caller gets of his own function is cast to; None: as it comes.
-        casts: whether blocks cast their arguments to the dtype of their parameters.
-        loss_scale: None: the loss is not scaled.
-        stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
-        watch: whether the numbers of each block are watched (program/watch.py).
-        safer: the paths of the parameters that were moved to float32 by what was counted (program/counters.py).
-        fp8: which products are done in 8 bits; None: none.
-    """
-
-    compute: DType = lambda leaf: leaf.dtype
-    reduce: DType = lambda leaf: leaf.dtype
-    outputs: torch.dtype | None = None
-    casts: bool = False
-    loss_scale: LossScale | None = None
-    stochastic: bool = False
-    watch: bool = False
-    safer: tuple[str, ...] = ()
-    fp8: InFp8 | None = None
-
-    def output(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
-
-
-class Weighted(NamedTuple):
-    """A sum and what it is a sum over: `total / count` is the mean, exact however the batch was cut."""
-
-    total: torch.Tensor
-    count: torch.Tensor
+from fzero.program.training import DType, Found, Precision, Training, grad_name
+from fzero.program.watch import Watched, watched_blocks
 
 
 class Lowered(NamedTuple):
@@ -78,29 +34,6 @@ class Lowered(NamedTuple):
     program: Program
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
     watched: Watched | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Training:
-    """What a training step is lowered from. `batch` has the shapes of one micro-batch of one rank."""
-
-    name: str
-    loss_fn: Callable[..., Any]
-    optimizer: Any
-    has_aux: bool
-    wants_key: bool
-    params: Inputs
-    trains: Sequence[bool]  # for each leaf of params
-    opt_state: Inputs
-    batch: Inputs
-    extras: dict[str, Leaf]
-    mesh: AbstractMesh
-    precision: Precision
-    num_parts: int  # ranks x micro-batches that the global batch is cut in
-
-    @property
-    def trained(self) -> list[int]:
-        return [i for i in self.params.distinct if self.trains[i]]
 
 
 def lower_train(t: Training) -> Lowered:
@@ -147,16 +80,6 @@ def lower_train(t: Training) -> Lowered:
         owners=_owners(lines, {x.path for x in state}),
     )
     return Lowered(program, structure, watched)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What tracing a loss showed: which leaves have a gradient, whether it is weighted, and its auxiliary values."""
-
-    used: list[int]
-    num_sums: int
-    weighted: bool
-    aux: Means
 
 
 def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
@@ -261,96 +184,6 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
     return Lowered(program, means.structure)
 
 
-# --- the pieces ---
-
-
-class Loss(NamedTuple):
-    total: torch.Tensor
-    count: torch.Tensor | None
-
-
-def split_loss(result: Any, has_aux: bool) -> tuple[Loss, Any]:
-    """Checks what a loss function returned and splits it into the loss and the auxiliary values."""
-    aux = None
-    if has_aux:
-        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
-            raise FzeroTypeError(message("train_step", f"has_aux=True, but the loss function returned {tree.describe(result)}", fix="return (loss, aux)"))
-        result, aux = result
-    elif isinstance(result, tuple) and not isinstance(result, Weighted):
-        raise FzeroTypeError(message("train_step", f"the loss function returned a tuple of {len(result)}", fix="pass has_aux=True to return (loss, aux)"))
-    loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
-    problems = []
-    for what, x in (("total", loss.total), ("count", loss.count)) if loss.count is not None else (("loss", loss.total),):
-        if not isinstance(x, torch.Tensor):
-            problems.append(f"{what} is {type(x).__name__}")
-        elif x.dim() != 0:
-            problems.append(f"{what} is {tree.describe(x)}, not a scalar")
-    if isinstance(loss.total, torch.Tensor) and not loss.total.is_floating_point():
-        problems.append(f"{'loss' if loss.count is None else 'total'} is {tree.describe(loss.total)}, not floating point")
-    if problems:
-        raise FzeroTypeError(message("train_step", "the loss is not a scalar tensor", problems, "reduce it with .mean(), or return fz.weighted(total, count)"))
-    if not loss.total.requires_grad:
-        raise TraceError(
-            message(
-                "train_step",
-                "the loss does not depend on any trainable parameter",
-                fix="use the params argument (not a closure), and check `trainable` and .detach()",
-            )
-        )
-    return loss, aux
-
-
-def summable(x: torch.Tensor) -> torch.Tensor:
-    """A value in the dtype it is summed in over ranks and micro-batches: float32, or float64."""
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-class Means(NamedTuple):
-    """How a flat list of sums becomes a tree of means: for each result whether it is a total and a count, and for each flat value whether it is summed."""
-
-    structure: tree.TreeSpec
-    weighted: tuple[bool, ...]
-    summed: tuple[bool, ...]
-
-
-def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
-    is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
-    leaves, structure = tree.flatten(result, is_leaf=is_pair)
-    flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
-    if wrong:
-        raise FzeroTypeError(message("step", "the function returned something other than tensors", wrong, "return a pytree of tensors"))
-    return flat, Means(structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,))))
-
-
-def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
-    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got. `key`: to round with."""
-    result = optimizer.update(grads, opt_state, params)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
-    updates, new = result
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
-    wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
-    if wrong:
-        raise FzeroTypeError(message("optimizer", "update returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
-    before, after = tree.structure(opt_state), tree.structure(new)
-    if before != after:
-        problems = [f"before: {before}", f"after: {after}"]
-        raise FzeroTypeError(message("optimizer", "update changes the structure of opt_state", problems, "return the same structure"))
-    problems = [
-        f"{path}: {tree.describe(old)} before, {tree.describe(now)} after"
-        for path, old, now in zip(tree.paths(opt_state, "opt_state"), tree.leaves(opt_state), tree.leaves(new), strict=True)
-        if now.shape != old.shape or now.dtype != old.dtype
-    ]
-    if problems:
-        raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
-    return apply_updates(params, updates, key), new
-
-
-def grad_name(leaf: Leaf) -> str:
-    return "d_" + identifier(leaf.path)
-
-
 def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
     """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
     lines, values = [], {}
@@ -387,107 +220,3 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
             if leaf in leaves:
                 owners.setdefault(leaf, number)
     return owners
-
-
-def record_update(
-    t: Training,
-    grads: dict[int, Value],
-    sums: Sequence[Value],
-    maxima: Sequence[Value],
-    traced: Found,
-    names: Names,
-    watched: Watched | None,
-    slots: Sequence[Slot],
-) -> tuple[Line, tree.TreeSpec]:
-    """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
-
-    Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
-    """
-    params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
-    state = [*scale_leaves, *count_leaves, *fp8_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
-    places += [(x.path, x.shape, x.dtype) for x in state]
-    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
-    info: dict[str, Any] = {}
-
-    def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
-        it = iter(fakes)
-        step = next(it)
-        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
-        scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
-        counts = [next(it) for _ in count_leaves]
-        history = [next(it) for _ in fp8_leaves]
-        p = {i: next(it) for i in trained}
-        o = {i: next(it) for i in opt_state.distinct}
-        g = {i: next(it) for i in grads}
-        largest = [next(it) for _ in maxima]
-        total, *rest = it
-        count = rest.pop(0) if traced.weighted else None
-        # the gradients are those of the summed loss: make them those of the mean
-        if count is not None:
-            loss, scale = total / count, 1.0 / count
-        else:
-            loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
-        if scale_state is not None:  # and those of the unscaled loss
-            scale = (1.0 if scale is None else scale) / scale_state.scale
-        mean: dict[int, torch.Tensor] = {}
-        for i in trained:
-            dtype = torch.promote_types(g[i].dtype, p[i].dtype) if i in g else p[i].dtype
-            dtype = dtype if scaling is None else torch.promote_types(dtype, torch.float32)
-            x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
-            mean[i] = x if scale is None or i not in g else x * scale
-        # a leaf that is not trained is None to the optimizer, and so is every tie but the first
-        view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
-        norm = global_norm(view(mean))
-        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
-        new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
-        means, values = traced.aux, iter(rest)
-        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
-        if aux:
-            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        written, few = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)], []
-        if scaling is not None and scale_state is not None:
-            overflow = torch.logical_not(torch.isfinite(norm))
-            old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
-            few, at_minimum = scaling.update(scale_state, overflow)
-            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
-        if watched is not None:
-            tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
-            statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
-            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest[: len(largest) - bool(slots)], loss)}
-            safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
-            few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
-        if history:
-            few = [*few, *(advanced(Fp8State(*history), slots, largest[-1]) if slots else history)]
-        written[1:1] = few
-        flat, info["structure"] = tree.flatten(metrics)
-        info["paths"] = tree.names(metrics)
-        return [*written, *flat]
-
-    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
-    with mode:
-        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
-    targets = ["step", *(x.path for x in state)]
-    returned = recorded.outputs
-    metric_values = [
-        Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
-        for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
-    ]
-    line = Line(
-        "update",
-        tuple(n for n, _, _ in places),
-        tuple(metric_values),
-        attrs={
-            "graph": recorded,
-            "sums": tuple(v.name for v in sums),
-            "maxima": tuple(v.name for v in maxima),
-            "grads": {params.leaves[i].path: grads[i].name for i in grads},
-        },
-        writes=tuple(targets),
-    )
-    return line, info["structure"]

@@ -17,8 +17,8 @@ from fzero import tree
 from fzero.errors import FzeroError
 from fzero.lower import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.program.base import Weighted
 from fzero.program.ir import Program
+from fzero.program.means import Weighted
 from fzero.runtime.compile import compile
 from fzero.runtime.resting import load
 from fzero.runtime.training import CompiledStep

@@ -185,7 +185,7 @@ def mixed_precision(
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
     if isinstance(step, (str, torch.dtype)):
-        step, compute = None, step
+        step, compute = None, str(step)
     auto = compute == "auto"
     if auto:
         compute = start or "auto"

@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 
 from fzero.layout import Leaf
-from fzero.program.base import identifier
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats
-from fzero.program.names import Names
+from fzero.program.names import Names, identifier
 from fzero.program.narrow import on_shards
 from fzero.program.trace import Functions
 from fzero.transforms.shard import Zero

@@ -1,0 +1,149 @@
+"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new parameters, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import compat, tree
+from fzero import random as fzrandom
+from fzero.errors import FzeroTypeError, message
+from fzero.optim import apply_updates, global_norm
+from fzero.optim.loss_scale import LossScaleState
+from fzero.program.counters import PrecisionState, counted
+from fzero.program.delayed import Fp8State, Slot, advanced
+from fzero.program.ir import Line, Value
+from fzero.program.names import Names
+from fzero.program.record import record
+from fzero.program.training import ROUNDING_STREAM, Found, Training
+from fzero.program.watch import Watched, gradient_statistics, output_maxima
+
+
+def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got. `key`: to round with."""
+    result = optimizer.update(grads, opt_state, params)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
+    updates, new = result
+    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
+    wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
+    if wrong:
+        raise FzeroTypeError(message("optimizer", "update returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
+    before, after = tree.structure(opt_state), tree.structure(new)
+    if before != after:
+        problems = [f"before: {before}", f"after: {after}"]
+        raise FzeroTypeError(message("optimizer", "update changes the structure of opt_state", problems, "return the same structure"))
+    problems = [
+        f"{path}: {tree.describe(old)} before, {tree.describe(now)} after"
+        for path, old, now in zip(tree.paths(opt_state, "opt_state"), tree.leaves(opt_state), tree.leaves(new), strict=True)
+        if now.shape != old.shape or now.dtype != old.dtype
+    ]
+    if problems:
+        raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
+    return apply_updates(params, updates, key), new
+
+
+def record_update(
+    t: Training,
+    grads: dict[int, Value],
+    sums: Sequence[Value],
+    maxima: Sequence[Value],
+    traced: Found,
+    names: Names,
+    watched: Watched | None,
+    slots: Sequence[Slot],
+) -> tuple[Line, tree.TreeSpec]:
+    """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
+
+    Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
+    """
+    params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
+    scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
+    state = [*scale_leaves, *count_leaves, *fp8_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
+    places += [(x.path, x.shape, x.dtype) for x in state]
+    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
+    info: dict[str, Any] = {}
+
+    def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        it = iter(fakes)
+        step = next(it)
+        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
+        scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
+        counts = [next(it) for _ in count_leaves]
+        history = [next(it) for _ in fp8_leaves]
+        p = {i: next(it) for i in trained}
+        o = {i: next(it) for i in opt_state.distinct}
+        g = {i: next(it) for i in grads}
+        largest = [next(it) for _ in maxima]
+        total, *rest = it
+        count = rest.pop(0) if traced.weighted else None
+        # the gradients are those of the summed loss: make them those of the mean
+        if count is not None:
+            loss, scale = total / count, 1.0 / count
+        else:
+            loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
+        if scale_state is not None:  # and those of the unscaled loss
+            scale = (1.0 if scale is None else scale) / scale_state.scale
+        mean: dict[int, torch.Tensor] = {}
+        for i in trained:
+            dtype = torch.promote_types(g[i].dtype, p[i].dtype) if i in g else p[i].dtype
+            dtype = dtype if scaling is None else torch.promote_types(dtype, torch.float32)
+            x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
+            mean[i] = x if scale is None or i not in g else x * scale
+        # a leaf that is not trained is None to the optimizer, and so is every tie but the first
+        view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
+        norm = global_norm(view(mean))
+        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
+        new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
+        means, values = traced.aux, iter(rest)
+        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
+        if aux:
+            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
+        written, few = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)], []
+        if scaling is not None and scale_state is not None:
+            overflow = torch.logical_not(torch.isfinite(norm))
+            old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            few, at_minimum = scaling.update(scale_state, overflow)
+            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
+        if watched is not None:
+            tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
+            statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
+            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest[: len(largest) - bool(slots)], loss)}
+            safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
+            few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
+        if history:
+            few = [*few, *(advanced(Fp8State(*history), slots, largest[-1]) if slots else history)]
+        written[1:1] = few
+        flat, info["structure"] = tree.flatten(metrics)
+        info["paths"] = tree.names(metrics)
+        return [*written, *flat]
+
+    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
+    with mode:
+        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
+    targets = ["step", *(x.path for x in state)]
+    returned = recorded.outputs
+    metric_values = [
+        Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
+        for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
+    ]
+    line = Line(
+        "update",
+        tuple(n for n, _, _ in places),
+        tuple(metric_values),
+        attrs={
+            "graph": recorded,
+            "sums": tuple(v.name for v in sums),
+            "maxima": tuple(v.name for v in maxima),
+            "grads": {params.leaves[i].path: grads[i].name for i in grads},
+        },
+        writes=tuple(targets),
+    )
+    return line, info["structure"]
