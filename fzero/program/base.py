@@ -56,17 +56,18 @@ def lower_train(t: Training) -> Lowered:
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
         graph, lines, slots = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
-    outputs, maxima = graph.outputs[:end], graph.outputs[end:]
+    outputs, largest = graph.outputs[:end], graph.outputs[end:]
+    maxima = dict(zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False))
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
-    wanted |= dict(zip(reversed(maxima), ["fp8_max", "block_max"] if slots else ["block_max"], strict=False))
+    wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
     lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names)
     lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
 
     sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
     watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
-    max_values = [Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in maxima]
+    max_values = {name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()}
     update, structure = record_update(t, grads, sum_values, max_values, found, names, watched, slots)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
     program = Program(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,13 +49,23 @@ def record_update(
     t: Training,
     grads: dict[int, Value],
     sums: Sequence[Value],
-    maxima: Sequence[Value],
+    maxima: Mapping[str, Value],
     traced: Found,
     names: Names,
     watched: Watched | None,
     slots: Sequence[Slot],
 ) -> tuple[Line, tree.TreeSpec]:
     """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
+
+    Args:
+        t: the step.
+        grads: of the parameters at these positions, as they are reduced.
+        sums: of the loss and its auxiliary values, as `traced` says.
+        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`.
+        traced: what tracing the loss showed.
+        names: of the program.
+        watched: the blocks whose numbers are watched; None: they are not.
+        slots: the operands whose largest magnitudes the state remembers.
 
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
@@ -65,7 +75,7 @@ def record_update(
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     state = [*scale_leaves, *count_leaves, *fp8_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
     places += [(x.path, x.shape, x.dtype) for x in state]
-    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima, *sums)]
+    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima.values(), *sums)]
     info: dict[str, Any] = {}
 
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
@@ -78,7 +88,7 @@ def record_update(
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
-        largest = [next(it) for _ in maxima]
+        largest = {name: next(it) for name in maxima}
         total, *rest = it
         count = rest.pop(0) if traced.weighted else None
         # the gradients are those of the summed loss: make them those of the mean
@@ -115,11 +125,11 @@ def record_update(
         if watched is not None:
             tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
             statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
-            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest[: len(largest) - bool(slots)], loss)}
+            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest.get("block_max"), loss)}
             safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
             few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
         if history:
-            few = [*few, *(advanced(Fp8State(*history), slots, largest[-1]) if slots else history)]
+            few = [*few, *(advanced(Fp8State(*history), slots, largest["fp8_max"]) if slots else history)]
         written[1:1] = few
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
@@ -141,7 +151,7 @@ def record_update(
         attrs={
             "graph": recorded,
             "sums": tuple(v.name for v in sums),
-            "maxima": tuple(v.name for v in maxima),
+            "maxima": tuple(v.name for v in maxima.values()),
             "grads": {params.leaves[i].path: grads[i].name for i in grads},
         },
         writes=tuple(targets),

@@ -95,15 +95,16 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
     }
 
 
-def output_maxima(largest: Sequence[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
     """The largest absolute value among the outputs of each watched block, float32[n]; of the code outside blocks that is the loss. inf if one is nan.
 
     Args:
-        largest: of the blocks, one float32[n - 1] if there are any.
+        largest: of the blocks, float32[n - 1]; None if there are none.
         loss: of the whole batch, 0-dim.
     """
     value = loss.abs().to(torch.float32).reshape(1)
-    return torch.cat([*largest, torch.where(value.isnan(), math.inf, value)])
+    value = torch.where(value.isnan(), math.inf, value)
+    return value if largest is None else torch.cat([largest, value])
 
 
 def _above(names: Sequence[str]) -> str:
