@@ -130,14 +130,12 @@ def rewrite(
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     new = _NewInputs(graph, len(graph.inputs), "in_{}")
     scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
-    operands = Operands(new.vector(len(weights)), weights) if fp8.history is not None and seeds else None
-    for weight, found in _replace(graph.graph, weights, late, fp8.rows, scales, operands).items():
-        uses[weight].add(found)
     about: dict[fx.Node, Sequence[fx.Node]] = {}
     maxima: dict[fx.Node, fx.Node] = {}
-    if operands is not None and operands.largest is None:
-        new.remove(operands.vector)
-    elif operands is not None and operands.largest is not None:
+    found, operands = _replace(graph.graph, weights, late, fp8.rows, scales, new if fp8.history is not None and seeds else None)
+    for weight in found:
+        uses[weight].add(found[weight])
+    if operands is not None and operands.largest is not None:
         about[operands.vector], maxima[operands.vector] = operands.weights, operands.largest
     vectors: dict[Any, fx.Node] = {}  # of each call
     for node in nodes:
@@ -240,14 +238,11 @@ def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], dela
     late = reached(graph.graph, places[joint.num_inputs :])
     new = _NewInputs(graph, joint.num_inputs, "primals_{}")
     scales, about = new.rounded([places[i] for i in given]), sorted(selected)
-    operands = Operands(new.vector(len(about)), [places[i] for i in about]) if delayed else None
-    found = _replace(graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, operands)
+    found, operands = _replace(graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, new if delayed else None)
     if operands is not None and operands.largest is not None:
         _append_result(graph.graph, [operands.largest])
     else:
         about = []
-        if operands is not None:
-            new.remove(operands.vector)
     graph.graph.eliminate_dead_code()
     num_inputs = joint.num_inputs + len(given) + bool(about)
     return _Block(replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about)
@@ -259,15 +254,16 @@ def _replace(
     late: Collection[fx.Node],
     rows: bool,
     scales: Mapping[fx.Node, fx.Node],
-    operands: Operands | None,
-) -> dict[fx.Node, Uses]:
-    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already; `operands`:
-    what is rounded by scales known before the step.
+    new: _NewInputs | None,
+) -> tuple[dict[fx.Node, Uses], Operands | None]:
+    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already; `new`: if what
+    is multiplied with them is rounded by scales known before the step, which are an input more.
 
     Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it keeps, nothing chooses what to keep between
     two functions.
     """
     uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
+    operands = None if new is None else Operands(new.vector(len(weights)), weights)
     makes = {product: weight for weight, grad in weights.items() for product in ([] if grad is None else summands(grad)) if product in late}
     for node in list(graph.nodes):
         run += node.target in (call_block, call_vjp)
@@ -278,15 +274,17 @@ def _replace(
         if not fits(node):
             uses[weight].left.append(dims(found))
             continue
-        new, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands)
-        runs.update(dict.fromkeys(new, run))
+        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands)
+        runs.update(dict.fromkeys(made, run))
         if node in late:
             late.add(result)
         uses[weight].done += 1
-    if operands is not None:
+    if new is not None and operands is not None:
         operands.close(graph)
+        if operands.largest is None:
+            new.remove(operands.vector)
     merge_equal(graph, runs)
-    return uses
+    return uses, operands
 
 
 def _scaled(
