@@ -147,7 +147,7 @@ def test_an_overflow_shows_where_it_begins(run_ranks, num_ranks, value):
         assert not found["grad_norm"][-1].isfinite() and not found["grad_max"][-1].isfinite()
 
 
-def test_compiled_they_are_the_same():
+def test_compiled_they_are_the_same(compiled_here):
     found = []
     for backend in ("eager", "inductor"):
         for x in (torch.linspace(-40.0, 40.0, 40).reshape(8, 5), torch.full((8, 5), float("nan"))):
