@@ -155,7 +155,7 @@ def on_ranks(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
 def test_two_ranks_are_two_micro_batches(run_ranks):
     """One history for all ranks and micro-batches: the largest of all."""
     want = trained(delayed(), fz.accumulate(2))
-    cases = {f"stage {n}": (STAGES[n](), delayed()) for n in STAGES}
+    cases = {f"stage {n}": (STAGES[n](), delayed()) for n in (0, 2, 3)}
     for ranks in run_ranks(2, on_ranks, cases):
         for name, found in ranks.items():
             assert same(found, want), name

@@ -261,6 +261,7 @@ def test_a_step_with_nothing_off_is_unchanged() -> None:
         assert [x for x in with_.splitlines() if "offload" not in x] == without_.splitlines()
 
 
+@functools.cache
 def plans(layers: int, *more: Any, optimizer: str = "adamw", unified: bool) -> tuple[fz.Plan, dict[str, int]]:
     """Of a wide model on disk; and how many elements it has, in all and in its first and last block."""
     records = (fz.offload("nvme", BOTH, path="/scratch"), fz.remat("full"), *more)

@@ -30,6 +30,7 @@ APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
 
 
+@functools.cache
 def lowered(
     *transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, optimizer: str = "clipped", **kwargs: Any
 ) -> fz.Lowered:

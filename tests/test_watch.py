@@ -73,11 +73,14 @@ def both(case: str, dtype: str) -> Any:
     return watched(case, dtype), watched(case, dtype, watch=False)
 
 
-WATCHED = [("fp32", case) for case in CASES] + [("bf16", "plain"), ("bf16", "no remat"), ("fp16", "accumulate"), ("fp16", "vertical")]
+WATCHED = [  # every case in float32 on two ranks or one, every dtype on both
+    *(("fp32", case, 2) for case in CASES if case != "plain"),
+    *(("fp32", "plain", 1), ("fp32", "offload", 1)),
+    *(("bf16", "no remat", 1), ("bf16", "plain", 2), ("fp16", "accumulate", 1), ("fp16", "vertical", 2)),
+]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("dtype", "case"), WATCHED)
+@pytest.mark.parametrize(("dtype", "case", "num_ranks"), WATCHED)
 def test_statistics_are_those_of_plain_autograd(run_ranks, num_ranks, dtype, case):
     """Besides, the step is the same to the bit as without them."""
     results = run_ranks(num_ranks, both, case, dtype)
