@@ -50,7 +50,13 @@ OFFLOADED = {
 @pytest.mark.parametrize("name", sorted(OFFLOADED))
 def test_pools_of_programs_are_hardly_larger_than_what_lies_in_them_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[tuple[Any, int]] = []
-    monkeypatch.setattr(regions, "pack", lambda items: pools.append((items, pack(items).nbytes)) or pack(items))
+
+    def packed(items: Any) -> Any:
+        found = pack(items)
+        pools.append((items, found.nbytes))
+        return found
+
+    monkeypatch.setattr(regions, "pack", packed)
     step = fz.compose(*OFFLOADED[name])(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     mesh = fz.AbstractMesh(data=2 if name == "shards" else 1, unified_memory=name == "shards")
     for layers in (4, 12):

@@ -199,9 +199,9 @@ def test_evaluations_are_not_watched():
 
 def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
     """Equal blocks stay one function, and all maxima travel together."""
-    for number, stage in STAGES.items():
+    for number, stage in ((n, STAGES[n]) for n in (0, 1, 3)):
         programs = []
-        for layers in (2, 6):
+        for layers in (2, 4):
             step = stage(fz.mixed_precision(fz.train_step(models.gpt_loss, optim.adamw(1e-2)), "bf16", watch=True))
             params = models.gpt_init(fz.random.key(0), layers=layers)
             programs.append(fz.lower(step, fz.AbstractMesh(data=4), params, models.meta_part(batches(1)[0], 4)).program)
@@ -212,6 +212,6 @@ def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
 
 @pytest.mark.parametrize("compute", ["fp32", "auto"])
 def test_a_check_of_a_watched_step(compute):
-    step = fz.compose(fz.shard_params, fz.accumulate(2))(fz.mixed_precision(fz.train_step(models.gpt_loss, optim.adamw(1e-2)), compute, watch=True))
-    report = fz.testing.check_equivalent(step, models.gpt_init(fz.random.key(0)), batches(1)[0], mesh=fz.make_mesh(data=1))
+    step = fz.compose(fz.shard_params, fz.accumulate(2))(fz.mixed_precision(fz.train_step(models.mixed_loss, optim.adamw(1e-2)), compute, watch=True))
+    report = fz.testing.check_equivalent(step, models.mixed_init(fz.random.key(0)), batches(1)[0], mesh=fz.make_mesh(data=1))
     assert str(report).splitlines()[-1]
