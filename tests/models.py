@@ -102,15 +102,15 @@ def mixed_loss(params, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
-def mixed_init(key):
+def mixed_init(key, width=10):
     keys = iter(fz.random.split(key, 5))
 
     def normal(*shape):
         return fz.random.normal(next(keys), shape) * 0.3
 
     return {
-        "token": normal(VOCAB, 10),
-        "layers": [{"w": normal(10, 10), "b": torch.zeros(10)} for _ in range(3)],
+        "token": normal(VOCAB, width),
+        "layers": [{"w": normal(width, width), "b": torch.zeros(width)} for _ in range(3)],
         "gate": torch.zeros(3),
         "bias": torch.zeros(VOCAB),
     }

@@ -42,6 +42,7 @@ EXTRAS: dict[str, Any] = {
     "bf16": (fz.mixed_precision("bf16"),),
     "accumulate": (fz.accumulate(2),),
     "remat full": (fz.remat("full"),),
+    "bf16, remat full": (fz.mixed_precision("bf16"), fz.remat("full")),
     "bf16, accumulate": (fz.mixed_precision("bf16"), fz.accumulate(2)),
     "shard": (fz.shard_params(), fz.remat("none")),
 }

@@ -346,13 +346,27 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     assert note.read_text() == "mine"
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "keep = files; keep.cycle = keep"])
-def test_nothing_is_left_at_exit(tmp_path: Path, end: str) -> None:
-    """With a write under way."""
-    process = run(f"files = disk.Files([path, path], 1 << 24)\nfiles.write([(0, disk.aligned(1 << 24))])\n{end}", tmp_path)
-    process.communicate(timeout=120)
-    assert process.returncode == {"sys.exit(3)": 3, "raise ValueError": 1}.get(end, 0)
-    assert not list(tmp_path.iterdir())
+def test_nothing_is_left_at_exit(tmp_path: Path) -> None:
+    """With a write under way. Each end is that of a process of its own, which has imported nothing anew."""
+    ends = {"": 0, "sys.exit(3)": 3, "raise ValueError": 1, "keep = files; keep.cycle = keep": 0}
+    process = run(
+        """
+        for end in sys.argv[2:]:
+            pid = os.fork()
+            if pid == 0:
+                break
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.listdir(path), flush=True)
+        else:
+            os._exit(0)
+        files = disk.Files([path, path], 1 << 24)
+        files.write([(0, disk.aligned(1 << 24))])
+        exec(end)
+        """,
+        tmp_path,
+        *ends,
+    )
+    out, _ = process.communicate(timeout=120)
+    assert out.splitlines() == [f"{code} []" for code in ends.values()]
 
 
 def test_a_fork_leaves_its_parents_files_alone(tmp_path: Path) -> None:

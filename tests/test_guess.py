@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -71,6 +72,12 @@ def run(mesh: fz.Mesh, transforms: Any, optimizer: Any = None, scales: tuple[flo
     return (found, train.gather(state)), moved, train
 
 
+@functools.cache
+def waited(*transforms: Any) -> Any:
+    """The same without offload, on one process."""
+    return run(fz.make_mesh(data=1), transforms)[0]
+
+
 def guesses(program: Any) -> bool:
     return any(line.op == "redo" for line in program.lines)
 
@@ -94,7 +101,7 @@ def test_right_and_wrong_guesses_come_to_what_waiting_comes_to(tmp_path: Path, n
     offloaded = OFFLOADS[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
     plain = [fz.accumulate(2)] if name == "vertical" else plain
-    want, _, _ = run(fz.make_mesh(data=1), plain)
+    want = waited(*plain)
     found, moved, train = run(mesh, offloaded)
     assert guesses(train.program)
     assert same(found, want)
@@ -125,7 +132,7 @@ def test_on_the_host_with_room_for_copies(tmp_path: Path, name: str, unified: bo
     offloaded = ON_HOST[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
     plain = [fz.accumulate(2)] if name == "vertical" else plain
-    want, _, _ = run(fz.make_mesh(data=1), plain)
+    want = waited(*plain)
     found, _, _ = run(fz.make_mesh(data=1, unified_memory=unified), offloaded, host_budget="1GB")
     assert redone == REDONE
     assert same(found, want)
@@ -154,22 +161,22 @@ def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:
     assert moved == [once * n for n in MOVED]
 
 
-def on_ranks(path: str, stages: list[int]) -> list[tuple[int, bool, bool]]:
+def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, bool]]:
+    """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step without offload does."""
     sys.modules["fzero.lower"].fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
     out = []
-    for stage in stages:
-        for shared in (True, False):
-            mesh = fz.make_mesh(data=-1, shared_memory=shared)
-            want, _, _ = run(mesh, (models.STAGES[stage](),))
-            found, _, train = run(mesh, (models.STAGES[stage](), *OFFLOADS["both"](path)))
-            out.append((stage, guesses(train.program), same(found, want)))
+    for stage, shared in cases:
+        mesh = fz.make_mesh(data=-1, shared_memory=shared)
+        want, _, _ = run(mesh, (models.STAGES[stage](),))
+        found, _, train = run(mesh, (models.STAGES[stage](), *OFFLOADS["both"](path)))
+        out.append((stage, guesses(train.program), same(found, want)))
     return out
 
 
 def test_over_ranks(run_ranks: Any, tmp_path: Path) -> None:
     """Where an update writes parts of leaves that rest whole, which are gathered after it, it waits."""
-    want = [(3, True, True)] * 2 + [(0, True, True)] * 2 + [(2, False, True)] * 2
-    assert run_ranks(2, on_ranks, str(tmp_path), [3, 0, 2]) == [want, want]
+    want = [(3, True, True), (3, True, True), (0, True, True), (2, False, True)]
+    assert run_ranks(2, on_ranks, str(tmp_path), [(3, True), (3, False), (0, False), (2, True)]) == [want, want]
 
 
 def test_gradients_that_are_no_numbers(tmp_path: Path) -> None:
@@ -212,7 +219,7 @@ def test_without_room_for_a_second_extent_updates_wait(tmp_path: Path, monkeypat
     def full(parts: Any, before: int, nbytes: int) -> None:
         raise FzeroValueError(f"{nbytes - before} bytes more needed")
 
-    want, _, _ = run(fz.make_mesh(data=1), ())
+    want = waited()
     monkeypatch.setattr(scratch, "extend", full)
     with caplog.at_level(logging.WARNING, "fzero"):
         found, moved, _ = run(fz.make_mesh(data=1), OFFLOADS["both"](tmp_path))

@@ -24,6 +24,7 @@ import fzero as fz
 from fzero.errors import DivergenceError, TierError
 
 Call = Callable[..., int]
+MODEL = MODELS["mixed"]
 
 
 def scratch(fd: int) -> bool:
@@ -72,7 +73,7 @@ FAULTS: dict[str, tuple[str, Callable[[int], Callable[[Call], Call]], str]] = {
 
 
 def compiled(mesh: fz.Mesh, path: str) -> Any:
-    step = fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
+    step = fz.train_step(MODEL.loss, OPTIMIZERS["adamw"]())
     transforms = (fz.shard_params(), fz.offload("nvme", BOTH, path=path))
     return fz.compile(fz.compose(*transforms)(step), mesh, backend="eager")
 
@@ -82,7 +83,7 @@ def faulty_run(path: str, fault: str, rank: int, after: int, mesh_options: dict[
     mesh = fz.make_mesh(data=-1, **mesh_options)
     data = [models.part(b, mesh) for b in models.batches(4)]
     train = compiled(mesh, path)
-    state = train.init(MODELS["gpt"].init, fz.random.key(1))
+    state = train.init(MODEL.init, fz.random.key(1))
     for batch in data[:2]:
         state, _ = train(state, batch)
     fz.checkpoint.save(f"{path}/saved", state)
@@ -99,12 +100,12 @@ def faulty_run(path: str, fault: str, rank: int, after: int, mesh_options: dict[
     assert (caught.value.__cause__ is not None) == (mesh.rank == rank)
     del state, caught
     gc.collect()
-    state = train.restore(f"{path}/saved", MODELS["gpt"].init)
+    state = train.restore(f"{path}/saved", MODEL.init)
     left = len(list(Path(path).glob("fzero-*")))
     for batch in data[2:]:
         state, _ = train(state, batch)
     want = compiled(mesh, path)
-    straight = want.init(MODELS["gpt"].init, fz.random.key(1))
+    straight = want.init(MODEL.init, fz.random.key(1))
     for batch in data:
         straight, _ = want(straight, batch)
     return texts, same(train.gather(state), want.gather(straight)), left
@@ -140,7 +141,7 @@ def test_a_fault_on_one_of_two_ranks(run_ranks: Any, tmp_path: Path, fault: str,
 def both_fail(path: str) -> str:
     mesh = fz.make_mesh(data=-1, timeout=20)
     train = compiled(mesh, path)
-    state = train.init(MODELS["gpt"].init, fz.random.key(1))
+    state = train.init(MODEL.init, fz.random.key(1))
     real = os.preadv
     os.preadv = fails(errno.EIO, 0)(real)
     try:
@@ -160,7 +161,7 @@ def test_ranks_that_fail_together_are_all_named(run_ranks: Any, tmp_path: Path) 
 def killed(path: str, shared: bool) -> None:
     mesh = fz.make_mesh(data=-1, timeout=5, shared_memory=shared)
     train = compiled(mesh, path)
-    state = train.init(MODELS["gpt"].init, fz.random.key(1))
+    state = train.init(MODEL.init, fz.random.key(1))
     batch = models.part(models.batches(1)[0], mesh)
     state, _ = train(state, batch)
     if mesh.rank == 1:
@@ -184,7 +185,7 @@ def test_a_rank_killed_while_it_writes(run_ranks: Any, tmp_path: Path, shared: b
     ranks = run_ranks(2, killed, str(tmp_path), shared, expect_error=True, timeout=60)
     assert [r.type for r in ranks] == [None, "WorkerDied"], ranks
     train = compiled(fz.make_mesh(data=1), str(tmp_path))
-    state = train.init(MODELS["gpt"].init)
+    state = train.init(MODEL.init)
     assert [p.name.split("-")[1] for p in tmp_path.glob("fzero-*")] == [str(os.getpid())]
     del state
 
@@ -193,10 +194,9 @@ RUN = """
     import os, sys, torch
     sys.path.insert(0, sys.argv[2])
     import models, fzero as fz
-    step = fz.offload("nvme", ("opt_state", "params"), path=sys.argv[1])(fz.train_step(models.gpt_loss, models.OPTIMIZERS["adamw"]()))
+    step = fz.offload("nvme", ("opt_state", "params"), path=sys.argv[1])(fz.train_step(models.mixed_loss, models.OPTIMIZERS["adamw"]()))
     train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
-    state = train.init(models.gpt_init)
-    state, _ = train(state, models.batches(1)[0])
+    state = train.init(models.mixed_init)
     print("ready", flush=True)
     sys.stdin.read()
     state, metrics = train(state, models.batches(1)[0])
@@ -218,7 +218,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     dies.communicate()
     assert sorted(p.name.split("-")[1] for p in tmp_path.iterdir()) == sorted(str(p.pid) for p in (live, dies))
     train = compiled(fz.make_mesh(data=1), str(tmp_path))
-    state = train.init(MODELS["gpt"].init)
+    state = train.init(MODEL.init)
     assert sorted(p.name.split("-")[1] for p in tmp_path.iterdir()) == sorted(map(str, (live.pid, os.getpid())))
     out, _ = live.communicate(timeout=120)
     assert live.returncode == 0 and out == "True\n"
@@ -230,8 +230,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 def test_a_path_is_checked_before_anything_is_made(tmp_path: Path) -> None:
     mesh = fz.make_mesh(data=1)
     with pytest.raises(fz.errors.FzeroValueError, match="there is no such directory"):
-        compiled(mesh, str(tmp_path / "none")).init(MODELS["gpt"].init)
+        compiled(mesh, str(tmp_path / "none")).init(MODEL.init)
     train = compiled(mesh, str(tmp_path))
-    fz.checkpoint.save(tmp_path / "saved", train.init(MODELS["gpt"].init))
+    fz.checkpoint.save(tmp_path / "saved", train.init(MODEL.init))
     with pytest.raises(fz.errors.FzeroValueError, match="there is no such directory"):
-        compiled(mesh, str(tmp_path / "none")).restore(tmp_path / "saved", MODELS["gpt"].init)
+        compiled(mesh, str(tmp_path / "none")).restore(tmp_path / "saved", MODEL.init)

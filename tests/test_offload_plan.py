@@ -20,7 +20,7 @@ from fzero.layout import Layout, Leaf
 from fzero.program.ir import COPIES, Line, Placement, Program, Value
 from fzero.program.show import source
 from fzero.schedule import cost
-from fzero.schedule.devices import KNOWN, Link
+from fzero.schedule.devices import KNOWN, Device, Link
 from fzero.schedule.plan import plan
 from fzero.schedule.timeline import COMPUTE, simulate
 from fzero.transforms.offload import Offload, tiers_of
@@ -30,12 +30,18 @@ APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
 
 
-def lowered(
-    *transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, optimizer: str = "clipped", **kwargs: Any
-) -> fz.Lowered:
+def made(*transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, optimizer: str = "clipped", **kwargs: Any) -> fz.Lowered:
     step = fz.train_step(models.gpt_loss, OPTIMIZERS[optimizer]())
     init = functools.partial(models.gpt_init, layers=layers, width=width)
     return fz.lower(fz.compose(*transforms)(step), mesh, init, meta_part(batches(1)[0], mesh.size), **kwargs)
+
+
+once = functools.cache(made)
+
+
+def lowered(*transforms: Any, **kwargs: Any) -> fz.Lowered:
+    """What is lowered for a device by its name is lowered once for all tests."""
+    return (made if isinstance(kwargs.get("device"), Device) else once)(*transforms, **kwargs)
 
 
 # --- the thread of the host, by hand ---

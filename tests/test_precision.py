@@ -220,7 +220,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(run_ranks, num_ranks):
                 assert all(torch.allclose(a, b, atol=2e-3) for a, b in pairs), name
 
 
-def test_compiled_it_skips_the_same_steps():
+def test_compiled_it_skips_the_same_steps(compiled_here):
     metrics, states = run_script({"zero_3": (STAGES[3](), fz.accumulate(2))}, backend="inductor")["zero_3"]
     follows_the_script(metrics, states)
 

@@ -59,7 +59,7 @@ def test_weighted_losses_are_exact_means(run_ranks, num_ranks):
     batch = ragged_batch()
     losses = F.cross_entropy(batch["x"] @ weights()["w"], batch["y"], reduction="none")
     torch.testing.assert_close(want["loss"], (losses * batch["times"]).sum() / batch["times"].sum())
-    for stage, accumulate in ((0, 2), (1, 1), (2, 2), (3, 1), (3, 2)):
+    for stage, accumulate in {1: ((1, 1), (3, 2)), 2: ((0, 2), (1, 1), (2, 2), (3, 1)), 3: ((0, 1), (3, 2))}[num_ranks]:
         for metrics, w in run_ranks(num_ranks, run_weighted, stage, accumulate, weighted_loss):
             torch.testing.assert_close(metrics["loss"], want["loss"], rtol=1e-6, atol=0)
             torch.testing.assert_close(metrics["grad_norm"], want["grad_norm"], rtol=1e-5, atol=0)
@@ -106,7 +106,7 @@ def test_masks_do_not_depend_on_the_mesh(run_ranks, num_ranks):
         state, metrics = step(state, {"x": ragged_batch()["x"]})
         want.append(metrics["loss"])
     assert len({w.item() for w in want}) == 5  # a new mask every step
-    for stage, accumulate in ((0, 1), (0, 2), (3, 1), (3, 2)):
+    for stage, accumulate in ((0, 1), (3, 2)) if num_ranks == 2 else ((0, 2), (3, 1)):
         for losses, w in run_ranks(num_ranks, run_dropout, stage, accumulate):
             torch.testing.assert_close(losses, torch.stack(want), rtol=1e-5, atol=0)  # one flipped bit of a mask moves a loss by 1e-2
             torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
@@ -161,8 +161,7 @@ def run_eval(stage: int, precision: bool) -> Any:
     return outputs, train.gather(state).params
 
 
-@pytest.mark.parametrize("precision", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(0, True), (1, False), (3, False), (3, True)])
 def test_evaluation(run_ranks, stage, precision):
     whole = batches(1)[0]
     for rank, ((before, after), params) in enumerate(run_ranks(2, run_eval, stage, precision)):
@@ -207,7 +206,7 @@ def run_init(stage: int) -> Any:
 def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_ranks, num_ranks):
     key = fz.random.key(11)
     want = fz.train_step(init_loss, optim.adamw(1e-2)).init(init_fn, key)
-    for stage in (1, 3):
+    for stage in (1, 3) if num_ranks == 2 else (3,):
         for pair in run_ranks(num_ranks, run_init, stage):
             for got in pair:
                 assert fz.tree.paths(got) == fz.tree.paths(want)
@@ -259,17 +258,17 @@ def test_a_global_generator_is_refused():
 def run_resting(stage: int, precision: bool) -> dict[str, int]:
     mesh = fz.make_mesh(data=-1)
     transform = fz.compose(STAGES[stage], *([fz.mixed_precision("bf16")] if precision else []))
-    train = fz.compile(transform(fz.train_step(models.gpt_loss, optim.adamw(1e-2))), mesh, backend="eager")
-    state = train.init(models.gpt_init, fz.random.key(0))
+    train = fz.compile(transform(fz.train_step(models.mixed_loss, optim.adamw(1e-2))), mesh, backend="eager")
+    state = train.init(lambda key: models.mixed_init(key, 48), fz.random.key(0))
     state, _ = train(state, part(batches(1)[0], mesh))
     live = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fz.tree.leaves(state)}
-    return {"bytes": sum(live.values()), "params": sum(x.numel() for x in fz.tree.leaves(models.gpt_init(fz.random.key(0))))}
+    return {"bytes": sum(live.values()), "params": sum(x.numel() for x in fz.tree.leaves(models.mixed_init(fz.random.key(0), 48)))}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_at_rest(run_ranks, num_ranks):
     """Read off the storages of the live state after a step; 1 % is for padding, counters and the key."""
-    for stage, precision in ((0, False), (1, False), (2, False), (3, False), (1, True), (3, True)) if num_ranks == 2 else ((1, False), (3, False), (2, True)):
+    for stage, precision in ((0, False), (1, True), (2, False), (3, True)) if num_ranks == 2 else ((1, False), (3, False), (2, True)):
         for seen in run_ranks(num_ranks, run_resting, stage, precision):
             per_param = 12.0 if stage == 0 else 12.0 / num_ranks if precision or stage == 3 else 4 + 8 / num_ranks
             want = per_param * seen["params"]
