@@ -23,7 +23,7 @@ from fzero.comm.host import Apart
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
 from fzero.lower import base_program
 from fzero.optim import apply_updates
-from fzero.program import base
+from fzero.program import optimizer
 from fzero.program.ir import Program
 from fzero.runtime import build, compiled, execute, training
 from fzero.testing import check_equivalent
@@ -164,7 +164,7 @@ def clipping_lost(patch):
         updates, state = optim.adamw(1e-2).update(grads, opt_state[1], params)
         return apply_updates(params, updates, key), (opt_state[0], state)
 
-    patch.setattr(base, "apply_optimizer", unclipped)
+    patch.setattr(optimizer, "apply_optimizer", unclipped)
 
 
 def scale_wrong(patch):
