@@ -1,6 +1,6 @@
 """Whether training converges in other precisions as in fp32: the GPT of examples/train_gpt.py on Python's standard library, the same parameters and batches.
 
-    python benchmarks/convergence.py                                   # 300 steps in every precision: about 10 minutes on 2 cores
+    python benchmarks/convergence.py                                   # 300 steps in every precision: half an hour or more on 2 cores
     python benchmarks/convergence.py --only fp32 bf16 bf16-stochastic  # some of them
 
 One process after the other's steps, all cores. What is compared is the loss on text that was held out, after the last step, and the training loss over the last
