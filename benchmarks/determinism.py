@@ -1,6 +1,6 @@
 """Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained in two ways from one start.
 
-    python benchmarks/determinism.py          # every pair: about 10 minutes on 2 cores
+    python benchmarks/determinism.py          # every pair: half an hour or more on 2 cores
 
 Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of parameters and optimizer state after the
 first step and the last.
