@@ -29,6 +29,10 @@ class Slot(NamedTuple):
     param: int
     is_gradient: bool
 
+    def number(self, num_params: int) -> int:
+        """Its place in a step of the history, flat."""
+        return self.is_gradient * num_params + self.param
+
 
 class Fp8State(NamedTuple):
     """What the state remembers of operands in 8 bits."""
@@ -45,7 +49,8 @@ def advanced(state: Fp8State, slots: Sequence[Slot], largest: torch.Tensor) -> F
         largest: float32[m], their largest magnitudes in this step. One that is not finite is left out.
     """
     _, kinds, params = state.history.shape
-    own = torch.tensor([[Slot(i, bool(kind)) == s for s in slots] for kind in range(kinds) for i in range(params)], device=largest.device)
+    place = torch.tensor(range(kinds * params), device=largest.device)
+    own = place[:, None] == torch.tensor([s.number(params) for s in slots], device=largest.device)
     latest = torch.where(torch.logical_and(own, torch.isfinite(largest)), largest, 0.0).amax(1)
     return Fp8State(torch.cat([latest.reshape(1, kinds, params), state.history[:-1]]))
 
@@ -61,7 +66,7 @@ def scales(shape: tuple[int, int, int], slots: tuple[tuple[Slot, ...], ...], dev
             largest = history.amax(0)
             both = torch.stack([scale_of(x, dtype) for x, dtype in zip(largest, FORMATS, strict=True)])
             known = torch.where(largest > 0, both, 1.0).reshape(-1)
-            return [known[torch.tensor([s.is_gradient * shape[2] + s.param for s in group], device=device)] for group in slots]
+            return [known[torch.tensor([s.number(shape[2]) for s in group], device=device)] for group in slots]
 
         return record(run, [fake], owner="fp8", names=["history"])
 
