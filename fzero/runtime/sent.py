@@ -36,7 +36,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Constant:
-    """A memory format or a layout, by its name in torch: one is pickled by a name that cannot be found everywhere, the other not at all."""
+    """A memory format, by its name in torch: pickled it goes by a name alone, and is looked up in a module that may not have it."""
 
     name: str
 
@@ -60,7 +60,7 @@ def plain(graph: fx.Graph) -> Sent:
     def by_name(x: Any) -> Any:
         if isinstance(x, fx.Node):
             return Ref(index[x])
-        return Constant(str(x).removeprefix("torch.")) if isinstance(x, (torch.memory_format, torch.layout)) else x
+        return Constant(str(x).removeprefix("torch.")) if isinstance(x, torch.memory_format) else x
 
     args: list[Any] = [map_aggregate((n.args, n.kwargs), by_name) for n in graph.nodes]
     return tuple((n.op, n.name, _named(n.target), *given) for n, given in zip(graph.nodes, args, strict=True))
