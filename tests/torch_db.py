@@ -1,0 +1,173 @@
+"""PyTorch's own databases of modules and operators as cases of a training step, and what a step comes to on each.
+
+A case's floating-point tensors, inputs among them, are parameters; so gradients of all of them are compared. Its loss weighs the outputs by a pattern that
+is another one on each rank. What PyTorch itself does not differentiate is no case.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.optim import GradientTransformation
+
+pytest.importorskip("expecttest", reason="PyTorch's databases of samples need expecttest")
+
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+
+MODULES = {m.name: m for m in module_db}
+OPERATORS = {op.formatted_name: op for op in op_db if op.supports_autograd and torch.float32 in op.dtypes}
+RATE = 0.1
+
+
+class Case(NamedTuple):
+    """A function of tensors, as a loss sees it."""
+
+    params: Any
+    batch: Any
+    fn: Callable[[Any, Any], Any]  # (params, batch) -> a pytree with tensors in it
+
+
+def module_cases(name: str) -> Iterator[Case]:
+    """Every sample of a module: in training, and in evaluation where PyTorch says that the two differ."""
+    info = MODULES[name]
+    for training in (True, False) if info.train_and_eval_differ else (True,):
+        torch.manual_seed(0)
+        for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training):
+            made, given = sample.constructor_input, sample.forward_input
+            module = info.module_cls(*made.args, **made.kwargs).train(training)
+            if hasattr(module, "initialize_parameters"):
+                module(*given.args, **given.kwargs)
+            yield _of_module(module, given.args, given.kwargs)
+
+
+def _of_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Case:
+    params, buffers = ({n: x.detach() for n, x in named} for named in (module.named_parameters(), module.named_buffers()))
+
+    def call(state: dict[str, dict[str, torch.Tensor]], inputs: Any) -> Any:
+        args, kwargs = inputs
+        buffers = {n: x.clone() for n, x in state["buffers"].items()}  # which a module may write
+        return torch.func.functional_call(module, {**state["params"], **buffers}, args, kwargs)
+
+    return _case(call, {"params": params, "buffers": buffers}, (args, kwargs))
+
+
+def operator_cases(name: str) -> Iterator[Case]:
+    op = OPERATORS[name]
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
+
+        def call(state: Any, inputs: Any, process: Callable[[Any], Any] = sample.output_process_fn_grad) -> Any:
+            args, kwargs = inputs
+            return process(op(*args, **kwargs))
+
+        yield _case(call, {"params": {}, "buffers": {}}, ((sample.input, *sample.args), sample.kwargs))
+
+
+def _case(call: Callable[[Any, Any], Any], state: dict[str, dict[str, torch.Tensor]], inputs: Any) -> Case:
+    """A case of a function of named tensors and of other inputs, whose tensors are found wherever they are."""
+    flat, structure = torch.utils._pytree.tree_flatten(inputs)
+    tensors = {str(i): x for i, x in enumerate(flat) if isinstance(x, torch.Tensor)}
+    trained = {i: x.detach() for i, x in tensors.items() if x.requires_grad and x.is_floating_point() and x.isfinite().all()}
+    others = {i: x.detach() for i, x in tensors.items() if i not in trained}
+
+    def fn(params: Any, batch: Any) -> Any:
+        given = {**params["inputs"], **batch["inputs"]}
+        return call(params, torch.utils._pytree.tree_unflatten([given.get(str(i), x) for i, x in enumerate(flat)], structure))
+
+    return Case({**state, "inputs": trained}, {"inputs": others}, fn)
+
+
+def trainable(path: str, leaf: torch.Tensor) -> bool:
+    return leaf.is_floating_point() and not path.startswith("params['buffers']")
+
+
+def loss_of(outputs: Any, probe: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for y in torch.utils._pytree.tree_leaves(outputs):
+        if isinstance(y, torch.Tensor) and y.numel() and (y.is_floating_point() or y.is_complex()):
+            y = torch.view_as_real(y) if y.is_complex() else y
+            weights = torch.cos(probe + torch.arange(y.numel(), dtype=y.dtype)).reshape(y.shape)
+            total = total + (y * weights).sum().to(total.dtype)
+    return total
+
+
+def keeping() -> GradientTransformation:
+    """SGD that has the gradients in its state."""
+
+    def zeros(params: Any) -> Any:
+        return fz.tree.map(torch.zeros_like, params)
+
+    return GradientTransformation(zeros, lambda grads, state, params: (fz.tree.map(lambda g: -RATE * g, grads), grads))
+
+
+def expected(case: Case, num_ranks: int) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """Loss and gradients by PyTorch alone, the mean over ranks; None if it refuses the case or finds nothing to differentiate."""
+    leaves, structure = fz.tree.flatten(case.params)
+    trained = [i for i, (path, x) in enumerate(zip(fz.tree.paths(case.params, "params"), leaves, strict=True)) if trainable(path, x)]
+    losses, sums = [], [torch.zeros_like(x) for x in leaves]
+    for rank in range(num_ranks):
+        xs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(leaves)]
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                loss = loss_of(case.fn(fz.tree.unflatten(structure, xs), case.batch), torch.tensor(float(rank)))
+                if not loss.requires_grad:
+                    return None
+                grads = torch.autograd.grad(loss, [xs[i] for i in trained], allow_unused=True)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            return None
+        losses.append(loss.detach())
+        for i, g in zip(trained, grads, strict=True):
+            if g is not None:
+                sums[i] += g / num_ranks
+    return torch.stack(losses).mean(), sums
+
+
+class Outcome(NamedTuple):
+    kind: str  # equal, refused, wrong, crash
+    text: str = ""
+
+
+def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bool = False) -> Outcome | None:
+    """What training by one step comes to beside PyTorch. None where PyTorch has nothing to compare with."""
+    want = expected(case, mesh.size)
+    if want is None:
+        return None
+
+    def tensors(params: Any, batch: Any) -> list[torch.Tensor]:
+        return [y for y in torch.utils._pytree.tree_leaves(case.fn(params, batch)) if isinstance(y, torch.Tensor)]
+
+    run = fz.block(tensors) if block else tensors
+    step = fz.train_step(lambda params, batch: loss_of(run(params, batch["case"]), batch["probe"]), keeping(), trainable=trainable)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            train = fz.compile(fz.compose(*transforms)(step), mesh, backend="eager")
+            state, metrics = train(train.init(case.params), {"case": case.batch, "probe": torch.tensor(float(mesh.rank))})
+            state = train.gather(state)
+    except fz.errors.FzeroError as error:
+        text = str(error)
+        return Outcome("refused" if "Fix:" in text else "crash", text)
+    except Exception as error:
+        return Outcome("crash", f"{type(error).__name__}: {error}")
+    loss, grads = want
+    kept = dict(zip(fz.tree.paths(state.opt_state), fz.tree.leaves(state.opt_state), strict=True))
+    found = {"loss": (metrics["loss"], loss)}
+    for path, g, p, q in zip(fz.tree.paths(case.params), grads, fz.tree.leaves(state.params), fz.tree.leaves(case.params), strict=True):
+        if path in kept:
+            found[f"gradient of {path}"] = (kept[path], g)
+        found[path] = (p, q - RATE * g if path in kept else q)
+    bad = [name for name, (a, b) in found.items() if not close(a, b)]
+    return Outcome("wrong", ", ".join(bad)) if bad else Outcome("equal")
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to 1e-5 of the largest finite value; nan and inf in the same places."""
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5 * scale, equal_nan=True)
