@@ -41,7 +41,7 @@ def module_cases(name: str) -> Iterator[Case]:
         torch.manual_seed(0)
         for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training):
             made, given = sample.constructor_input, sample.forward_input
-            module = info.module_cls(*made.args, **made.kwargs).train(training)
+            module = info.module_cls(*made.args, **made.kwargs).to(torch.float32).train(training)
             if hasattr(module, "initialize_parameters"):
                 module(*given.args, **given.kwargs)
             yield _of_module(module, given.args, given.kwargs)
@@ -92,7 +92,7 @@ def loss_of(outputs: Any, probe: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(())
     for y in torch.utils._pytree.tree_leaves(outputs):
         if isinstance(y, torch.Tensor) and y.numel() and (y.is_floating_point() or y.is_complex()):
-            y = torch.view_as_real(y) if y.is_complex() else y
+            y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
             weights = torch.cos(probe + torch.arange(y.numel(), dtype=y.dtype)).reshape(y.shape)
             total = total + (y * weights).sum().to(total.dtype)
     return total
@@ -116,11 +116,14 @@ def expected(case: Case, num_ranks: int) -> tuple[torch.Tensor, list[torch.Tenso
         xs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(leaves)]
         try:
             with warnings.catch_warnings(action="ignore"):
-                loss = loss_of(case.fn(fz.tree.unflatten(structure, xs), case.batch), torch.tensor(float(rank)))
+                batch = fz.tree.map(torch.clone, case.batch)  # which some write
+                loss = loss_of(case.fn(fz.tree.unflatten(structure, xs), batch), torch.tensor(float(rank)))
                 if not loss.requires_grad:
                     return None
                 grads = torch.autograd.grad(loss, [xs[i] for i in trained], allow_unused=True)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            return None
+        if all(g is None for g in grads):
             return None
         losses.append(loss.detach())
         for i, g in zip(trained, grads, strict=True):

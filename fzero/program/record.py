@@ -22,6 +22,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.ctc import CTC
 from fzero.program.results import Results
 
 aten = torch.ops.aten
@@ -110,6 +111,7 @@ class Recorder(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
+        func = CTC.get(func, func)
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
