@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +19,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 import fzero as fz
 from fzero.optim import GradientTransformation
 
-transformers = pytest.importorskip("transformers", reason="architectures come from transformers")
 pytree = torch.utils._pytree
 
 
@@ -86,7 +87,7 @@ def _as_block(layer: torch.nn.Module) -> None:
 class Model(NamedTuple):
     module: torch.nn.Module
     inputs: dict[str, torch.Tensor]
-    loss: Callable[[Any], torch.Tensor] = lambda out: out.loss
+    settings: dict[str, Any] = {}
 
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 2
@@ -105,19 +106,26 @@ VISION = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4
 MODELS: dict[str, Callable[[], Model]] = {}
 
 
+@functools.cache
+def transformers() -> Any:
+    """The library, imported by the first test that runs one of its models, and never asking a hub."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return pytest.importorskip("transformers", reason="architectures come from transformers")
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(3, VOCABULARY - 1, (BATCH, LENGTH))
 
 
 def build(head: str, config: Any) -> torch.nn.Module:
     """A model in training mode without dropout and caches, no parameter at a special value."""
-    for part in [config, *(v for v in vars(config).values() if isinstance(v, transformers.PreTrainedConfig))]:
+    for part in [config, *(v for v in vars(config).values() if isinstance(v, transformers().PreTrainedConfig))]:
         for name, value in vars(part).items():
             if ("drop" in name or name == "layerdrop") and isinstance(value, float):
                 setattr(part, name, 0.0)
         if hasattr(part, "use_cache"):
             part.use_cache = False
-    model = getattr(transformers, head)
+    model = getattr(transformers(), head)
     model = (model.from_config if head.startswith("Auto") else model)(config).train()
     with torch.no_grad():
         for p in model.parameters():
@@ -127,7 +135,7 @@ def build(head: str, config: Any) -> torch.nn.Module:
 
 def text(name: str, kind: str, head: str = "AutoModelForCausalLM", mask: bool = True, drop: Sequence[str] = (), experts: bool = False, **settings: Any) -> None:
     def make() -> Model:
-        config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in {**TEXT, **settings}.items() if k not in drop})
+        config = transformers().AutoConfig.for_model(kind, **{k: v for k, v in {**TEXT, **settings}.items() if k not in drop})
         module = build(head, config)
         if experts:
             module.set_experts_implementation("batched_mm")
@@ -143,7 +151,7 @@ def text(name: str, kind: str, head: str = "AutoModelForCausalLM", mask: bool = 
 
 def vision(name: str, kind: str | None = None, **settings: Any) -> None:
     def make() -> Model:
-        config = transformers.AutoConfig.for_model(kind or name, num_labels=5, **settings)
+        config = transformers().AutoConfig.for_model(kind or name, num_labels=5, **settings)
         return Model(build("AutoModelForImageClassification", config), {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, 5, (BATCH,))})
 
     MODELS[name] = make
@@ -211,7 +219,6 @@ text("deberta-v2", "deberta-v2", MASKED, relative_attention=True, pos_att_type=[
 text("xlnet", "xlnet", "XLNetLMHeadModel", d_model=WIDTH, n_layer=2, n_head=4, d_inner=64, drop=MHA)
 
 vision("vit", **VISION)
-vision("deit", **VISION)
 vision("beit", **VISION)
 vision("dinov2", **{**VISION, "mlp_ratio": 2})
 vision("swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, image_size=32, patch_size=4, drop_path_rate=0.0)
@@ -247,29 +254,26 @@ def model(name: str) -> Callable[[Callable[[], Model]], Callable[[], Model]]:
 
 @model("t5")
 def _t5() -> Model:
-    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0)
+    config = transformers().T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0)
     return Model(build("T5ForConditionalGeneration", config), {"input_ids": (x := tokens()), "labels": tokens(), "attention_mask": torch.ones_like(x)})
 
 
 @model("bart")
 def _bart() -> Model:
-    config = transformers.BartConfig(**SEQ2SEQ, max_position_embeddings=32)
+    config = transformers().BartConfig(**SEQ2SEQ, max_position_embeddings=32)
     return Model(build("BartForConditionalGeneration", config), {"input_ids": tokens(), "labels": tokens()})
 
 
 @model("whisper")
 def _whisper() -> Model:
-    config = transformers.WhisperConfig(**SEQ2SEQ, num_mel_bins=16, max_source_positions=30, max_target_positions=32)
+    config = transformers().WhisperConfig(**SEQ2SEQ, num_mel_bins=16, max_source_positions=30, max_target_positions=32)
     return Model(build("WhisperForConditionalGeneration", config), {"input_features": torch.randn(BATCH, 16, 60), "labels": tokens()})
 
 
 def _pair(kind: str) -> Model:
     projected = {"projection_dim": 16} if kind == "CLIP" else {}
-    config = getattr(transformers, f"{kind}Config")(text_config={**TEXT, **projected}, vision_config={**VISION, **projected}, **projected)
-    module = build(f"{kind}Model", config)
-    apply = module.forward
-    module.forward = lambda **kwargs: apply(**kwargs, return_loss=True)
-    return Model(module, {"input_ids": tokens(), "pixel_values": torch.randn(BATCH, 3, 32, 32)})
+    config = getattr(transformers(), f"{kind}Config")(text_config={**TEXT, **projected}, vision_config={**VISION, **projected}, **projected)
+    return Model(build(f"{kind}Model", config), {"input_ids": tokens(), "pixel_values": torch.randn(BATCH, 3, 32, 32)}, {"return_loss": True})
 
 
 MODELS["clip"], MODELS["siglip"] = (lambda: _pair("CLIP")), (lambda: _pair("Siglip"))
@@ -289,13 +293,13 @@ class Result(NamedTuple):
 def compare(name: str, mesh: fz.Mesh, transforms: Sequence[Any] = ()) -> Result:
     """One step of a model and PyTorch's own loss and gradients, as absolute difference and as part of the largest gradient."""
     torch.manual_seed(0)
-    module, inputs, loss = MODELS[name]()
+    module, inputs, settings = MODELS[name]()
     tensors, apply = functional(module)
     trained = {f"params[{n!r}]": p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     zeros = GradientTransformation(lambda params: fz.tree.map(torch.zeros_like, params), lambda grads, state, params: (fz.tree.map(torch.zeros_like, grads), grads))
 
     def loss_fn(params: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return loss(apply(params, **batch))
+        return apply(params, **batch, **settings).loss
 
     step = fz.compose(*transforms)(fz.train_step(loss_fn, zeros, trainable=lambda path, leaf: path in trained))
     train = fz.compile(step, mesh, backend="eager")
@@ -303,7 +307,7 @@ def compare(name: str, mesh: fz.Mesh, transforms: Sequence[Any] = ()) -> Result:
     found = dict(zip(fz.tree.paths(state.opt_state, "params"), fz.tree.leaves(state.opt_state), strict=True))
     calls = [line for line in train.program.lines if line.op == "call" and line.attrs.get("joint") is not None]
 
-    want = loss(module(**inputs))
+    want = module(**inputs, **settings).loss
     want.backward()
     assert {id(trained[n]) for n in found} == {id(p) for p in trained.values()}
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items() if n in found}

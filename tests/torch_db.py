@@ -6,6 +6,8 @@ is another one on each rank. What PyTorch itself does not differentiate is no ca
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +18,23 @@ import torch
 import fzero as fz
 from fzero.optim import GradientTransformation
 
-pytest.importorskip("expecttest", reason="PyTorch's databases of samples need expecttest")
-
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
-from torch.testing._internal.common_modules import module_db  # noqa: E402
-
-MODULES = {m.name: m for m in module_db}
-OPERATORS = {op.formatted_name: op for op in op_db if op.supports_autograd and torch.float32 in op.dtypes}
 RATE = 0.1
+
+
+class Databases(NamedTuple):
+    modules: dict[str, Any]
+    operators: dict[str, Any]  # those that PyTorch differentiates in float32
+
+
+@functools.cache
+def databases() -> Databases:
+    """PyTorch's private ones. The test that asks is skipped where they, or what they import, are missing."""
+    pytest.importorskip("expecttest", reason="PyTorch's databases of samples need expecttest")
+    modules = pytest.importorskip("torch.testing._internal.common_modules").module_db
+    operators = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    torch.backends.__allow_nonbracketed_mutation_flag = True  # which importing them forbids to the whole process
+    differentiable = [op for op in operators if op.supports_autograd and torch.float32 in op.dtypes]
+    return Databases({m.name: m for m in modules}, {op.formatted_name: op for op in differentiable})
 
 
 class Case(NamedTuple):
@@ -36,15 +47,22 @@ class Case(NamedTuple):
 
 def module_cases(name: str) -> Iterator[Case]:
     """Every sample of a module: in training, and in evaluation where PyTorch says that the two differ."""
-    info = MODULES[name]
+    info = databases().modules[name]
     for training in (True, False) if info.train_and_eval_differ else (True,):
         torch.manual_seed(0)
         for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training):
             made, given = sample.constructor_input, sample.forward_input
-            module = info.module_cls(*made.args, **made.kwargs).to(torch.float32).train(training)
-            if hasattr(module, "initialize_parameters"):
-                module(*given.args, **given.kwargs)
+            with warnings.catch_warnings(action="ignore"):
+                module = info.module_cls(*made.args, **made.kwargs).to(torch.float32).train(training)
+                if hasattr(module, "initialize_parameters"):  # a lazy one takes its shapes from a call
+                    module(*given.args, **given.kwargs)
             yield _of_module(module, given.args, given.kwargs)
+
+
+def samples(cases: Iterator[Case], first: int | None) -> list[Case]:
+    """The first that PyTorch differentiates, or all."""
+    with warnings.catch_warnings(action="ignore"):
+        return [*itertools.islice((case for case in cases if expected(case, 1) is not None), first)]
 
 
 def _of_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Case:
@@ -59,7 +77,8 @@ def _of_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Case:
 
 
 def operator_cases(name: str) -> Iterator[Case]:
-    op = OPERATORS[name]
+    """Every sample of an operator."""
+    op = databases().operators[name]
     torch.manual_seed(0)
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
 
@@ -134,14 +153,13 @@ def expected(case: Case, num_ranks: int) -> tuple[torch.Tensor, list[torch.Tenso
 
 class Outcome(NamedTuple):
     kind: str  # equal, refused, wrong, crash
-    text: str = ""
+    text: str  # of the error, or what is wrong
 
 
-def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bool = False) -> Outcome | None:
-    """What training by one step comes to beside PyTorch. None where PyTorch has nothing to compare with."""
+def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bool = False) -> Outcome:
+    """What training by one step comes to beside PyTorch, the case as a block or outside of one."""
     want = expected(case, mesh.size)
-    if want is None:
-        return None
+    assert want is not None
 
     def tensors(params: Any, batch: Any) -> list[torch.Tensor]:
         return [y for y in torch.utils._pytree.tree_leaves(case.fn(params, batch)) if isinstance(y, torch.Tensor)]
@@ -166,7 +184,7 @@ def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bo
             found[f"gradient of {path}"] = (kept[path], g)
         found[path] = (p, q - RATE * g if path in kept else q)
     bad = [name for name, (a, b) in found.items() if not close(a, b)]
-    return Outcome("wrong", ", ".join(bad)) if bad else Outcome("equal")
+    return Outcome("wrong", ", ".join(bad)) if bad else Outcome("equal", "")
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -174,3 +192,52 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     finite = b[b.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5 * scale, equal_nan=True)
+
+
+# --- many cases, and their table ---
+
+Found = dict[str, list[Outcome]]  # for each way to run a sample, an outcome for each sample
+Run = Callable[..., list[Any]]  # of a pool of ranks
+
+
+def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | None) -> Found:
+    """Outcomes outside of blocks, and as a block that is recomputed."""
+    mesh, found = fz.make_mesh(), samples(cases(name), first)
+    return {"plain": [outcome(x, mesh) for x in found], "block": [outcome(x, mesh, [fz.remat("full")], block=True) for x in found]}
+
+
+def on_ranks(names: Sequence[str], first: int | None) -> list[list[Outcome]]:
+    """Outcomes of modules as blocks whose parameters are sharded over the ranks of this job."""
+    mesh = fz.make_mesh()
+    return [[outcome(x, mesh, [fz.shard_params()], block=True) for x in samples(module_cases(name), first)] for name in names]
+
+
+def faults(name: str, found: Found) -> list[str]:
+    """What no sample may come to."""
+    return [f"{name}, {way}, sample {i}: {o.kind}: {o.text}" for way, os in found.items() for i, o in enumerate(os) if o.kind in ("wrong", "crash")]
+
+
+def row(name: str, found: Found) -> str:
+    """A line of a table: how many samples there are, how many of them train equal each way, and why the others do not."""
+    total, why = len(found["plain"]), dict[str, None]()
+    cells = []
+    for os in found.values():
+        equal = sum(o.kind == "equal" for o in os)
+        cells.append("equal" if equal == total else f"{equal} equal" if equal else "refused")
+        why |= {_reason(o): None for o in os if o.kind != "equal"}
+    return f"| {' | '.join([name, str(total), *cells, '; '.join(why)])} |"
+
+
+def _reason(o: Outcome) -> str:
+    first = o.text.splitlines()[0]
+    return first.split(": ", 1)[-1] if o.kind == "refused" else f"**{o.kind}**: {first}"
+
+
+def table(title: str, about: str, columns: Sequence[str], rows: dict[str, Found]) -> str:
+    """A page of docs/results: a sum and a line for each name that has samples."""
+    rows = {name: found for name, found in rows.items() if found["plain"]}
+    equal = {name for name, found in rows.items() if all(o.kind == "equal" for os in found.values() for o in os)}
+    refused = {name for name, found in rows.items() if not any(o.kind == "equal" for os in found.values() for o in os)}
+    counts = f"{len(rows)} with samples: {len(equal)} train equal with every sample, {len(rows) - len(equal) - len(refused)} with some, {len(refused)} are refused."
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    return "\n".join([f"# {title}", "", about, "", f"torch {torch.__version__}. {counts}", "", head, *(row(*item) for item in rows.items()), ""])

@@ -255,6 +255,11 @@ _REFUSED = [
     ("mutate a captured Tensor", *_IN_PLACE),
     (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
     (
+        "its data is not allocated yet",  # an operator that looks into its arguments before it says what it returns
+        "needs the value of a tensor while being traced",
+        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split), and lengths of torch.nn.functional.ctc_loss as tensors",
+    ),
+    (
         "does not have a deterministic implementation",
         "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
         "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
