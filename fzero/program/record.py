@@ -22,7 +22,9 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.ambient import without_autocast
 from fzero.program.results import Results
+from fzero.program.settings import exact
 
 aten = torch.ops.aten
 
@@ -64,6 +66,7 @@ class Recorder(compat.TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
+        self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -96,6 +99,12 @@ class Recorder(compat.TorchDispatchMode):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
         return node
 
+    def check_default_dtype(self) -> None:
+        """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
+        if torch.get_default_dtype() is not self._dtype:
+            what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
+            raise TraceError(message(self._owner, what, fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)"))
+
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
         """The recorded function, with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
@@ -105,6 +114,7 @@ class Recorder(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
+        self.check_default_dtype()
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
@@ -279,7 +289,8 @@ def record(
     if changed:
         raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead (x = x + y for x += y)"))
     if mutates:
-        recorded, _ = _record(torch.func.functionalize(recorded.module()), inputs, owner, names, source)
+        with without_autocast():
+            recorded, _ = _record(torch.func.functionalize(recorded.module()), inputs, owner, names, source)
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()
     return recorded
@@ -295,7 +306,7 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
             return (type(value), *map(plain, value))
         if isinstance(value, dict):
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
-        return (type(value), value)
+        return exact(value)
 
     for node in list(graph.nodes):
         if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
