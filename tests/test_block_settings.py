@@ -299,24 +299,34 @@ def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.Monkey
     assert sum("glue" not in n and "_vjp" not in n and "grad" not in n and n not in ("update", "reduce") and "scalars" not in n for n in names) == 2, names
 
 
-def test_a_counter_of_its_own_costs_time_and_nothing_else() -> None:
-    """A block that changes what it reads is traced for each call; what is the same function still is one."""
+def test_what_a_block_changes_itself() -> None:
+    """A counter that decides nothing costs one trace more, however many calls there are; one that decides is refused, forward alone too."""
 
     class Counting(Layer):
         calls = 0
 
         def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return torch.tanh(x @ p["w"])
+            return torch.tanh(x @ p["w"]) * (1 if self.by else self.calls)
 
-    layer = fz.block(Counting())
+    def loss(layer: Layer) -> Callable[..., torch.Tensor]:
+        def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+            for p in params:
+                x = fz.block(layer)(p, x)
+            return x.mean()
 
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for p in params:
-            x = layer(p, x)
-        return x.mean()
+        return fn
 
-    assert len(functions(loss, [PARAMS] * 6)) == len(functions(loss, [PARAMS] * 5))
+    made = [functions(loss(Counting()), [PARAMS] * n) for n in (6, 12)]
+    counting = Counting()
+    functions(loss(counting), [PARAMS] * 12)
+    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (made, counting.calls)  # the first layer's input has no gradient
+
+    counting.by = 0.0
+    with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
+        functions(loss(counting), [PARAMS] * 2)
+    with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
+        fz.lower(fz.eval_step(loss(counting)), MESH, [PARAMS] * 2, (BATCH,))
 
 
 def test_what_settings_tell() -> None:

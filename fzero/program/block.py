@@ -140,18 +140,27 @@ class Blocks:
         grad = torch.is_grad_enabled()
         signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad and grad) for t in tensors)
         body = _Body(fn, owner, spec, constants, self._watch, autocast(), switches())
-        key = (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
-        joint = self.joints.get(key)
-        if joint is None:
-            name = self._names(_name(fn))
+
+        def key() -> Hashable:
+            return (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
+
+        def trace(name: str) -> Joint:
             with compat.no_modes(), torch.inference_mode(False), torch.enable_grad() if grad else torch.no_grad():
-                joint = _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
-            self.joints[key] = joint
-        elif _retracing.get():
-            with compat.no_modes(), torch.inference_mode(False), torch.enable_grad() if grad else torch.no_grad():
-                again = _trace(body, joint.name, tensors, num_params, self._mode, signature, ())
-            if function_signature(again.graph) != function_signature(joint.graph):
+                return _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
+
+        def compare(joint: Joint) -> None:
+            if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
                 raise TraceError(message(owner, "computes something else than at an earlier call", _where(fn), _OTHERWISE))
+
+        now = key()
+        joint = self.joints.get(now)
+        if joint is None:
+            joint = self.joints[now] = trace(self._names(_name(fn)))
+            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met
+                compare(joint)
+                self.joints[key()] = joint
+        elif _retracing.get():
+            compare(joint)
         call, self._calls = self._calls, self._calls + 1
         outputs = _Call.apply(self._recorder, joint, call, body, *tensors)
         if self._watch:
