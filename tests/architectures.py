@@ -9,7 +9,8 @@ import copy
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +19,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 import fzero as fz
 from fzero.optim import GradientTransformation
-
-pytree = torch.utils._pytree
-
 
 # --- a module as a function ---
 
@@ -63,22 +61,14 @@ def layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _as_block(layer: torch.nn.Module) -> None:
-    forward, structure = layer.forward, []
+    forward = layer.forward
 
-    def run(tensors: dict[str, torch.Tensor], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def run(tensors: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         with _reparametrize_module(layer, _buffers_cloned(layer, tensors)):
-            flat, spec = pytree.tree_flatten(forward(*args, **kwargs))
-        structure[:] = spec, [None if isinstance(y, torch.Tensor) else (y,) for y in flat]
-        return [y for y in flat if isinstance(y, torch.Tensor)]
+            return forward(*args, **kwargs)
 
     block = fz.block(run)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        outputs = iter(block(dict(_tensors(layer)), args, kwargs))
-        spec, constants = structure
-        return pytree.tree_unflatten([next(outputs) if c is None else c[0] for c in constants], spec)
-
-    layer.forward = call
+    layer.forward = lambda *args, **kwargs: block(dict(_tensors(layer)), args, kwargs)
 
 
 # --- the models ---
@@ -87,7 +77,7 @@ def _as_block(layer: torch.nn.Module) -> None:
 class Model(NamedTuple):
     module: torch.nn.Module
     inputs: dict[str, torch.Tensor]
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 2
@@ -215,7 +205,8 @@ text("electra", "electra", MASKED, embedding_size=16)
 text("albert", "albert", MASKED, embedding_size=16)
 text("distilbert", "distilbert", MASKED, dim=WIDTH, n_layers=2, n_heads=4, hidden_dim=64, drop=MHA)
 text("modernbert", "modernbert", MASKED, cls_token_id=1, sep_token_id=2, local_attention=8)
-text("deberta-v2", "deberta-v2", MASKED, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True)
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+text("deberta-v2", "deberta-v2", MASKED, **DEBERTA)
 text("xlnet", "xlnet", "XLNetLMHeadModel", d_model=WIDTH, n_layer=2, n_head=4, d_inner=64, drop=MHA)
 
 vision("vit", **VISION)
@@ -226,7 +217,8 @@ vision("convnext", hidden_sizes=[8, 16], depths=[2, 2], num_stages=2)
 vision("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
 vision("regnet", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], groups_width=4)
 vision("mobilenet_v2", depth_multiplier=0.25)
-vision("segformer", num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2])
+STAGES = {"num_encoder_blocks": 2, "depths": [2, 2], "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+vision("segformer", sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2], **STAGES)
 
 SEQ2SEQ = {
     "vocab_size": VOCABULARY,
@@ -282,6 +274,15 @@ MODELS["clip"], MODELS["siglip"] = (lambda: _pair("CLIP")), (lambda: _pair("Sigl
 # --- what a step makes of them ---
 
 
+def keeping() -> GradientTransformation:
+    """An optimizer that changes nothing and has the gradients in its state."""
+
+    def zeros(tree: Any) -> Any:
+        return fz.tree.map(torch.zeros_like, tree)
+
+    return GradientTransformation(zeros, lambda grads, state, params: (zeros(grads), grads))
+
+
 class Result(NamedTuple):
     layers: int
     blocks: int  # calls in the forward
@@ -290,19 +291,17 @@ class Result(NamedTuple):
     gradient: float  # the largest difference, of the largest gradient
 
 
-def compare(name: str, mesh: fz.Mesh, transforms: Sequence[Any] = ()) -> Result:
+def compare(name: str, mesh: fz.Mesh) -> Result:
     """One step of a model and PyTorch's own loss and gradients, as absolute difference and as part of the largest gradient."""
     torch.manual_seed(0)
     module, inputs, settings = MODELS[name]()
     tensors, apply = functional(module)
     trained = {f"params[{n!r}]": p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    zeros = GradientTransformation(lambda params: fz.tree.map(torch.zeros_like, params), lambda grads, state, params: (fz.tree.map(torch.zeros_like, grads), grads))
 
     def loss_fn(params: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return apply(params, **batch, **settings).loss
 
-    step = fz.compose(*transforms)(fz.train_step(loss_fn, zeros, trainable=lambda path, leaf: path in trained))
-    train = fz.compile(step, mesh, backend="eager")
+    train = fz.compile(fz.train_step(loss_fn, keeping(), trainable=lambda path, leaf: path in trained), mesh, backend="eager")
     state, metrics = train(train.init(tensors), inputs)
     found = dict(zip(fz.tree.paths(state.opt_state, "params"), fz.tree.leaves(state.opt_state), strict=True))
     calls = [line for line in train.program.lines if line.op == "call" and line.attrs.get("joint") is not None]

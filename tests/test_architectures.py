@@ -43,26 +43,14 @@ def results(names: list[str]) -> dict[str, Result]:
         return {name: compare(name, mesh) for name in names}
 
 
-def page(found: dict[str, Result]) -> str:
+def table(found: dict[str, Result]) -> str:
     equal = sum(r.loss <= LIMIT and r.gradient <= LIMIT for r in found.values())
-    return "\n".join(
-        [
-            "# Architectures",
-            "",
-            "Models of `transformers` with tiny configurations and random weights, called as functions of their tensors, each layer a block: one step's loss and",
-            "gradients against PyTorch's own. Differences are absolute for the loss, and parts of the largest gradient for gradients. Functions are the distinct ones",
-            "that the layers come to, forward and backward.",
-            "",
-            f"torch {torch.__version__}, transformers {transformers().__version__}. {equal} of {len(found)} are equal to {LIMIT:g}.",
-            "",
-            "| model | layers as blocks | functions | loss differs by | gradients differ by |",
-            "|---|---|---|---|---|",
-            *(f"| {name} | {r.blocks} | {r.functions} | {r.loss:.1g} | {r.gradient:.1g} |" for name, r in found.items()),
-            "",
-        ]
-    )
+    lines = ["| model | layers as blocks | functions | loss differs by | gradients differ by |", "|---|---|---|---|---|"]
+    lines += [f"| {name} | {r.blocks} | {r.functions} | {r.loss:.1g} | {r.gradient:.1g} |" for name, r in found.items()]
+    lines += ["", f"- torch {torch.__version__}, transformers {transformers().__version__}; {equal} of {len(found)} are equal to {LIMIT:g}", ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PAGE.write_text(page(results(list(MODELS))))
+    PAGE.write_text(table(results(list(MODELS))))

@@ -20,10 +20,6 @@ REFUSED = {
     "nn.CTCLoss",  # its lengths as numbers, where it takes their mean: PyTorch looks into a tensor
 }
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "modules.md"
-ABOUT = """\
-Modules of `torch.testing._internal.common_modules` with their sample inputs, called by `torch.func.functional_call`. Loss, gradients of all parameters and
-floating-point inputs, and parameters after a step of SGD against PyTorch's own, to 1e-5 of the largest value: outside of blocks (plain), as a block with
-parameters sharded over 2 ranks that have different losses (`shard_params`), as a block that is recomputed (`remat("full")`)."""
 
 
 def test_the_first_sample_of_each_module():
@@ -38,6 +34,15 @@ def test_the_first_sample_of_some_modules_on_ranks(run_ranks):
     found = dict(zip(names, run_ranks(2, on_ranks, names, 1, timeout=240)[0], strict=True))
     assert not [fault for name, os in found.items() for fault in faults(name, {"2 ranks": os})]
     assert {name for name, os in found.items() if any(o.kind == "refused" for o in os)} <= REFUSED
+
+
+def test_ctc_loss_of_lengths_that_are_tensors():
+    """Its operator returns a table whose width is the value of a tensor."""
+    found = in_process(module_cases, "nn.CTCLoss", 12)
+    assert not faults("nn.CTCLoss", found)
+    for outcomes in found.values():
+        assert sum(o.kind == "equal" for o in outcomes) == 8
+        assert all("lengths of torch.nn.functional.ctc_loss as tensors" in o.text for o in outcomes if o.kind == "refused")
 
 
 @pytest.mark.exhaustive
@@ -63,5 +68,4 @@ if __name__ == "__main__":
         pool = Pool(Path(folder))
         found = outcomes(sorted(databases().modules), first, pool.run)
         pool.close()
-    about = ABOUT + (f" The first {first} samples of each." if first else "")
-    PAGE.write_text(table("PyTorch's modules", about, ["module", "samples", "plain", "remat", "2 ranks", "refused because"], found))
+    PAGE.write_text(table(["module", "samples", "plain", "remat", "2 ranks", "refused because"], found, first))

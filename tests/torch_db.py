@@ -233,11 +233,14 @@ def _reason(o: Outcome) -> str:
     return first.split(": ", 1)[-1] if o.kind == "refused" else f"**{o.kind}**: {first}"
 
 
-def table(title: str, about: str, columns: Sequence[str], rows: dict[str, Found]) -> str:
-    """A page of docs/results: a sum and a line for each name that has samples."""
+def table(columns: Sequence[str], rows: dict[str, Found], first: int | None) -> str:
+    """A table of docs/results: a line for each name that has samples, and their sum."""
     rows = {name: found for name, found in rows.items() if found["plain"]}
-    equal = {name for name, found in rows.items() if all(o.kind == "equal" for os in found.values() for o in os)}
-    refused = {name for name, found in rows.items() if not any(o.kind == "equal" for os in found.values() for o in os)}
-    counts = f"{len(rows)} with samples: {len(equal)} train equal with every sample, {len(rows) - len(equal) - len(refused)} with some, {len(refused)} are refused."
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
-    return "\n".join([f"# {title}", "", about, "", f"torch {torch.__version__}. {counts}", "", head, *(row(*item) for item in rows.items()), ""])
+    kinds = {name: {o.kind for os in found.values() for o in os} for name, found in rows.items()}
+    equal, refused = (sum(k == {kind} for k in kinds.values()) for kind in ("equal", "refused"))
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(row(*item) for item in rows.items()), ""]
+    lines += [
+        f"- torch {torch.__version__}, {f'the first {first} samples' if first else 'all samples'} of each",
+        f"- {len(rows)} have samples: {equal} equal with every sample each way, {len(rows) - equal - refused} with some, {refused} refused",
+    ]
+    return "\n".join([*lines, ""])

@@ -33,9 +33,7 @@ def _fake(log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_t
     return log_probs.new_empty(batch), log_probs.new_empty(*batch, length, _width(targets, num_targets))
 
 
-def _backward(
-    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_targets: Any, loss: torch.Tensor, table: torch.Tensor, *settings: Any
-) -> torch.Tensor:
+def _backward(grad: Any, log_probs: Any, targets: Any, num_inputs: Any, num_targets: Any, loss: Any, table: torch.Tensor, *settings: Any) -> torch.Tensor:
     longest = int(torch.as_tensor(num_targets).max()) if len(num_targets) else 0
     narrow = table[..., : 2 * longest + 1].contiguous()
     return aten._ctc_loss_backward(grad, log_probs, targets, num_inputs, num_targets, loss, narrow, *settings)
