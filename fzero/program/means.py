@@ -106,17 +106,21 @@ def summable(x: torch.Tensor) -> torch.Tensor:
 
 
 def both_ends(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large any of them is, and how small: ~x falls as x grows."""
+    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large each is, and how small: ~x falls as x grows."""
     flat = torch.cat([x.detach().reshape(-1).to(torch.int64) for x in values])
     return torch.cat([flat, ~flat])
 
 
 def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The values that `both_ends` made the vector of, the largest of each, and for each whether all were the same, bool[len(like)]."""
-    sizes = [x.numel() for x in like]
-    largest, smallest = ends[: sum(sizes)].split(sizes), ends[sum(sizes) :].split(sizes)
-    same = torch.stack([(a == ~b).all() for a, b in zip(largest, smallest, strict=True)])
-    return [x.reshape(y.shape).to(y.dtype) for x, y in zip(largest, like, strict=True)], same
+    number = ends.numel() // 2
+    same = ends[:number] == ~ends[number:]
+    values, agree, start = [], [], 0
+    for x in like:
+        part = slice(start, start := start + x.numel())
+        values.append(ends[:number][part].reshape(x.shape).to(x.dtype))
+        agree.append(same[part].all())
+    return values, torch.stack(agree)
 
 
 class Means(NamedTuple):

@@ -79,11 +79,8 @@ def record_update(
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     mutable = [*t.averaged, *t.agreed]
     state = [
-        *scale_leaves,
-        *count_leaves,
-        *fp8_leaves,
-        *(params.leaves[i] for i in mutable),
-        *(params.leaves[i] for i in trained),
+        *(*scale_leaves, *count_leaves, *fp8_leaves),
+        *(params.leaves[i] for i in (*mutable, *trained)),
         *(opt_state.leaves[i] for i in opt_state.distinct),
     ]
     places += [(x.path, x.shape, x.dtype) for x in state]
