@@ -60,6 +60,8 @@ def lower_train(t: Training) -> Lowered:
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
     maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
+    averaged = outputs[num_sums - len(t.averaged) : num_sums]
+    wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
