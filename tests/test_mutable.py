@@ -332,10 +332,23 @@ def test_wrong_predicates():
 # the program
 
 
+@fz.block
+def centred(p, x):
+    h = x @ p["w"]
+    return h - p["mean"], {"mean": torch.lerp(p["mean"], h.mean(0), 0.1), "steps": p["steps"] + 1}
+
+
+def centred_loss(params, x):
+    h, new = centred(params, x)
+    return h.square().mean(), new
+
+
 def test_golden():
-    """The statistics travel with the loss and are assigned by the update; the counters are compared by their largest."""
-    meta = fz.tree.map(lambda x: x.to("meta"), (init(), {name: x[:6] for name, x in batches(1)[0].items()}))
-    program = fz.lower(make(fz.shard_grads(), fz.accumulate(2), fz.remat("full")), fz.AbstractMesh(data=2), *meta).program
+    """The statistics travel with the loss and are assigned by the update; the counter is compared by its largest and smallest."""
+    meta = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    params = {"mean": meta(8), "steps": meta(dtype=torch.int64), "w": meta(4, 8)}
+    step = fz.train_step(centred_loss, optim.sgd(LR), mutable=lambda path, leaf: "w" not in path)
+    program = fz.lower(fz.compose(fz.shard_grads(), fz.accumulate(2))(step), fz.AbstractMesh(data=2), params, meta(6, 4)).program
     path = Path(__file__).parent / "goldens" / "mutable.txt"
     if os.environ.get("FZERO_UPDATE_GOLDENS"):
         path.write_text(str(program))
