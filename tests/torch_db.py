@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     params: Any
     batch: Any
-    fn: Callable[[Any, Any], Any]  # (params, batch) -> a pytree with tensors in it
+    fn: Callable[[Any, Any], tuple[Any, dict[str, torch.Tensor]]]  # (params, batch) -> a pytree with tensors in it, and params["buffers"] afterwards
 
 
 def module_cases(name: str) -> Iterator[Case]:
@@ -71,7 +71,7 @@ def _of_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Case:
     def call(state: dict[str, dict[str, torch.Tensor]], inputs: Any) -> Any:
         args, kwargs = inputs
         buffers = {n: x.clone() for n, x in state["buffers"].items()}  # which a module may write
-        return torch.func.functional_call(module, {**state["params"], **buffers}, args, kwargs)
+        return torch.func.functional_call(module, {**state["params"], **buffers}, args, kwargs), buffers
 
     return _case(call, {"params": params, "buffers": buffers}, (args, kwargs))
 
@@ -84,7 +84,7 @@ def operator_cases(name: str) -> Iterator[Case]:
 
         def call(state: Any, inputs: Any, process: Callable[[Any], Any] = sample.output_process_fn_grad) -> Any:
             args, kwargs = inputs
-            return process(op(*args, **kwargs))
+            return process(op(*args, **kwargs)), {}
 
         yield _case(call, {"params": {}, "buffers": {}}, ((sample.input, *sample.args), sample.kwargs))
 
@@ -126,17 +126,24 @@ def keeping() -> GradientTransformation:
     return GradientTransformation(zeros, lambda grads, state, params: (fz.tree.map(lambda g: -RATE * g, grads), grads))
 
 
-def expected(case: Case, num_ranks: int) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """Loss and gradients by PyTorch alone, the mean over ranks; None if it refuses the case or finds nothing to differentiate."""
+class Expected(NamedTuple):
+    loss: torch.Tensor
+    grads: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def expected(case: Case, num_ranks: int) -> Expected | None:
+    """What PyTorch alone comes to, the mean over ranks; None if it refuses the case or finds nothing to differentiate."""
     leaves, structure = fz.tree.flatten(case.params)
     trained = [i for i, (path, x) in enumerate(zip(fz.tree.paths(case.params, "params"), leaves, strict=True)) if trainable(path, x)]
-    losses, sums = [], [torch.zeros_like(x) for x in leaves]
+    losses, buffers, sums = [], {}, [torch.zeros_like(x) for x in leaves]
     for rank in range(num_ranks):
         xs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(leaves)]
         try:
             with warnings.catch_warnings(action="ignore"):
                 batch = fz.tree.map(torch.clone, case.batch)  # which some write
-                loss = loss_of(case.fn(fz.tree.unflatten(structure, xs), batch), torch.tensor(float(rank)))
+                outputs, buffers = case.fn(fz.tree.unflatten(structure, xs), batch)  # the same on every rank
+                loss = loss_of(outputs, torch.tensor(float(rank)))
                 if not loss.requires_grad:
                     return None
                 grads = torch.autograd.grad(loss, [xs[i] for i in trained], allow_unused=True)
@@ -148,7 +155,7 @@ def expected(case: Case, num_ranks: int) -> tuple[torch.Tensor, list[torch.Tenso
         for i, g in zip(trained, grads, strict=True):
             if g is not None:
                 sums[i] += g / num_ranks
-    return torch.stack(losses).mean(), sums
+    return Expected(torch.stack(losses).mean(), sums, buffers)
 
 
 class Outcome(NamedTuple):
@@ -161,11 +168,18 @@ def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bo
     want = expected(case, mesh.size)
     assert want is not None
 
-    def tensors(params: Any, batch: Any) -> list[torch.Tensor]:
-        return [y for y in torch.utils._pytree.tree_leaves(case.fn(params, batch)) if isinstance(y, torch.Tensor)]
+    def tensors(params: Any, batch: Any) -> Any:
+        outputs, buffers = case.fn(params, batch)
+        return [y for y in torch.utils._pytree.tree_leaves(outputs) if isinstance(y, torch.Tensor)], buffers
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        outputs, buffers = run(params, batch["case"])
+        loss = loss_of(outputs, batch["probe"])
+        return (loss, {"buffers": buffers}) if buffers else loss
 
     run = fz.block(tensors) if block else tensors
-    step = fz.train_step(lambda params, batch: loss_of(run(params, batch["case"]), batch["probe"]), keeping(), trainable=trainable)
+    mutable = (lambda path, leaf: path.startswith("params['buffers']")) if case.params["buffers"] else None
+    step = fz.train_step(loss_fn, keeping(), trainable=trainable, mutable=mutable)
     try:
         with warnings.catch_warnings(action="ignore"):
             train = fz.compile(fz.compose(*transforms)(step), mesh, backend="eager")
@@ -176,13 +190,11 @@ def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bo
         return Outcome("refused" if "Fix:" in text else "crash", text)
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}")
-    loss, grads = want
     kept = dict(zip(fz.tree.paths(state.opt_state), fz.tree.leaves(state.opt_state), strict=True))
-    found = {"loss": (metrics["loss"], loss)}
-    for path, g, p, q in zip(fz.tree.paths(case.params), grads, fz.tree.leaves(state.params), fz.tree.leaves(case.params), strict=True):
+    found = {"loss": (metrics["loss"], want.loss), **{f"buffer {n}": (state.params["buffers"][n], x) for n, x in want.buffers.items()}}
+    for path, g, p, q in zip(fz.tree.paths(case.params), want.grads, fz.tree.leaves(state.params), fz.tree.leaves(case.params), strict=True):
         if path in kept:
-            found[f"gradient of {path}"] = (kept[path], g)
-        found[path] = (p, q - RATE * g if path in kept else q)
+            found |= {f"gradient of {path}": (kept[path], g), path: (p, q - RATE * g)}
     bad = [name for name, (a, b) in found.items() if not close(a, b)]
     return Outcome("wrong", ", ".join(bad)) if bad else Outcome("equal", "")
 
