@@ -113,7 +113,7 @@ PRECISIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A step with its transforms, parameters and this process's batch; `text` says what was chosen."""
+    """A step with its transforms, parameters and the whole batch; `text` says what was chosen."""
 
     step: Any
     params: Any
@@ -121,8 +121,8 @@ class Case:
     text: str
 
 
-def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), parallel: bool = False, micro: Sequence[int] = (1, 2, 3)) -> Case:
-    """A case from a series of choices. `parallel`: with one of the ZeRO stages. `micro`: numbers of micro-batches to choose from."""
+def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks: int = 1) -> Case:
+    """A case from a series of choices, its batch whole. On several ranks one of the ZeRO stages is among them."""
     chosen: list[str] = []
 
     def pick(what: str, options: Sequence[Any]) -> Any:
@@ -130,8 +130,8 @@ def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), paral
         chosen.append(f"{what}={getattr(value, '__name__', value)}")
         return value
 
-    width, time, num_micro = pick("width", [4, 6, 10]), pick("time", [1, 3]), pick("micro", micro)
-    rows = num_micro * pick("rows", [1, 2, 5])
+    width, time, num_micro = pick("width", [4, 6, 10]), pick("time", [1, 3]), pick("micro", [1, 2, 3])
+    rows = ranks * num_micro * pick("rows", [1, 2, 5])
     num_layers = pick("layers", [1, 2, 3, 5])
     layers, shapes = [], []
     for _ in range(num_layers):
@@ -172,7 +172,7 @@ def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), paral
     transforms = [fz.remat(pick("remat", ["full", "none", "min_cut"])), PRECISIONS[pick("precision", precisions)]]
     if num_micro > 1:
         transforms.append(fz.accumulate(num_micro, vertical=pick("vertical", [False, True])))
-    if parallel:
+    if ranks > 1:
         transforms.append(pick("stage", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params])())
     return Case(fz.compose(*transforms)(step), params, batch, ", ".join(chosen))
 
