@@ -96,8 +96,8 @@ def _gated(width: int) -> Layer:
 LAYERS = [_residual, _mlp, _layer_norm, _rms_norm, _attention, _convolution, _gru, _in_place, _stacked, _dropout, _gated]
 
 OPTIMIZERS: dict[str, Callable[[], optim.GradientTransformation]] = {
-    "sgd": lambda: optim.sgd(0.05),
-    "momentum": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True),
+    "sgd": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.05)),
+    "momentum": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.05, momentum=0.9, nesterov=True)),
     "adamw": lambda: optim.adamw(1e-2),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.warmup_cosine(1e-2, 2, 10))),
     "lion": lambda: optim.lion(1e-3),

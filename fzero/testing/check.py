@@ -88,7 +88,7 @@ def check_equivalent(
     if not isinstance(mesh, Mesh):
         raise FzeroTypeError(message("check_equivalent", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix="make one with fz.make_mesh"))
     setting = setting_of(step, params, batch, mesh, steps, key, backend, options)
-    report = compare(setting)
+    report = replace(compare(setting), wanted=steps)
     if not report.equivalent:
         from fzero.testing.blame import blame
 
@@ -164,7 +164,10 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
     first = _on(plain.init(params, key), mesh)
-    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, trajectory(plain, first, whole_batch, steps, size))
+    path = trajectory(plain, first, whole_batch, steps, size)
+    finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
+    steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
+    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path)
 
 
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
