@@ -247,7 +247,7 @@ def _header(program: Program) -> list[str]:
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {_bytes(total)} ({here[1]}{', and' if away else ')'}")
     out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
-    named = [str(t) for t in program.transforms]
+    named = [t.in_program() for t in program.transforms]
     for text in named:
         name = text.split("(")[0]
         num, sent = cost.pop(name, [0, 0])
