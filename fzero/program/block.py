@@ -132,7 +132,7 @@ class Blocks:
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
         constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        tensors = [_resolved(x) for x in flat if isinstance(x, torch.Tensor)]
         wrong = [p for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
@@ -194,6 +194,7 @@ class _Body:
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
+        flat = [_resolved(x) for x in flat]
         return [*flat, _largest(flat)] if self.watch else flat, structure
 
 
@@ -219,7 +220,7 @@ class _Call(torch.autograd.Function):
         else:
             grads = _fresh(joint.graph.outputs[joint.num_outputs :])
             places = joint.graph.inputs[joint.num_inputs :]
-            seeds = [recorder.node(_laid_out_as(place.meta["val"], x)) for place, x in zip(places, given, strict=True)]
+            seeds = [recorder.node(_laid_out_as(place.meta["val"], _resolved(x))) for place, x in zip(places, given, strict=True)]
             recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
         for i, g in zip(joint.diff, grads, strict=True):
@@ -239,6 +240,11 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
     wanted = [outputs[i] for i in joint.diff_outputs]
     create_graph = torch.is_grad_enabled()
     return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """A value as what crosses a block's border is recorded: no view that stands for its conjugate or negative."""
+    return x.resolve_conj().resolve_neg()
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -289,7 +295,7 @@ def _trace(
                 with without_autocast():  # as PyTorch advises for any backward
                     grads = torch.autograd.grad([ys[i] for i in made["diff_outputs"]], [xs[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
                 made["diff"] = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
-                return [*ys, *(g for g in grads if g is not None)]
+                return [*ys, *(_resolved(g) for g in grads if g is not None)]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
             forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn)
