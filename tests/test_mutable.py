@@ -150,6 +150,14 @@ def test_micro_batches_are_averaged(vertical):
     assert got[-1]["head.1.num_batches_tracked"] == 3
 
 
+@pytest.mark.parametrize("where", [None, lambda path, leaf: "'1." not in path], ids=["all", "but the norms"])
+def test_batch_norm_computes_in_bf16_with_statistics_in_fp32(where):
+    for got, expected in zip(run(fz.make_mesh(data=1), make(fz.mixed_precision("bf16", where=where))), pytorch(parts=1, num=3), strict=True):
+        for name, x in flat(expected).items():
+            assert got[name].dtype == x.dtype
+            torch.testing.assert_close(got[name], x, rtol=0.05, atol=0.05, msg=name)
+
+
 def test_it_is_neither_cast_nor_offloaded_nor_multiplied_in_8_bits():
     seen: list[torch.dtype] = []
 
