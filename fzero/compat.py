@@ -93,7 +93,7 @@ def forward_ad_active() -> bool:
 
 def fx_tracing() -> bool:
     """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may be thrown away."""
-    return torch.fx._symbolic_trace._is_fx_tracing_flag
+    return fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[attr-defined]
 
 
 def attention_order() -> tuple[int, ...]:
