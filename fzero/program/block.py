@@ -25,7 +25,7 @@ from fzero import compat, tree
 from fzero.errors import TraceError, message
 from fzero.program.ambient import Autocast, autocast, autocast_as, switches, without_autocast
 from fzero.program.names import Names
-from fzero.program.record import Recorded, Recorder, record
+from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
 from fzero.program.segment import Part
 from fzero.program.segment import signature as function_signature
 from fzero.program.settings import settings
@@ -244,6 +244,12 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
     return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
 
 
+def _of_results(graph: Recorded) -> Any:
+    """What a function's results are made by. An operation without results, such as the checks of torch.linalg, is none of that."""
+    merge_equal(graph.graph)
+    return Part(graph, graph.inputs, graph.outputs).signature
+
+
 def _resolved(x: torch.Tensor) -> torch.Tensor:
     """A value as what crosses a block's border is recorded: no view that stands for its conjugate or negative."""
     return x.resolve_conj().resolve_neg()
@@ -301,8 +307,9 @@ def _trace(
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
             forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn)
-            part = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
-            if part.signature != function_signature(forward_alone):
+            both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
+            same = both.signature == _of_results(forward_alone)
+            if not same and both.signature != _of_results(functional(forward_alone, body.owner)):  # as the joint graph is where a backward writes in place
                 raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
             diff = made["diff"]
     count = sum(c is None for c in body.constants[:num_params])

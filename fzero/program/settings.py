@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -242,6 +243,9 @@ class _Walk:
     def _context(self, x: contextvars.ContextVar, path: str) -> None:
         self._todo.append((x.get(None), path or x.name))
 
+    def _reference(self, x: weakref.ref, path: str) -> None:
+        self._todo.append((x(), path))  # two references compare what they refer to
+
     def _mapping(self, x: Any, path: str) -> None:
         self._fact((type(x), "of", len(x)), path)
         if self._at_once(x, path):
@@ -319,6 +323,7 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (functools.partial, _Walk._partial),
     (types.ModuleType, _Walk._module),
     (contextvars.ContextVar, _Walk._context),
+    (weakref.ref, _Walk._reference),
     (type, _Walk._class),
     ((dict, types.MappingProxyType), _Walk._mapping),
     ((list, tuple, collections.deque), _Walk._sequence),
