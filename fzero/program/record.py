@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import operator
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +20,19 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program import hidden
+from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place
 from fzero.program.results import Results
+from fzero.program.storages import is_view
 
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
 _DEVICE = torch.ops.prim.device.default
+_VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
+_SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
+_NEW_VALUE = "return the new value instead (x = x + y for x += y)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +58,28 @@ class Recorded:
 class Recorder(compat.TorchDispatchMode):
     """Writes the operations that run inside it into an `fx.Graph`. `owner` names the traced function in errors."""
 
+    supports_higher_order_operators = True  # so that they come here, and are refused by name
+
     def __init__(self, owner: str, constants_from: Callable[..., Any] | None = None):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.mutates = False
+        self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
+        self.failure: Failure | None = None
         self._owner = owner
         self._source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
+        self._labels: dict[fx.Node, str] = {}
+        self._storages: dict[int, str] = {}  # of arguments
+        self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
 
-    def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
+    def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
         node = self.graph.placeholder(name)
         self.track(tensor, node)
+        self._labels[node] = self._storages[tensor.untyped_storage()._cdata] = label or name
         return node
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -88,7 +100,7 @@ class Recorder(compat.TorchDispatchMode):
                 message(
                     self._owner,
                     "reads a tensor that is not one of its arguments",
-                    [f"{self._where(tensor)}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"],
+                    self._here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
                 )
             )
@@ -101,13 +113,50 @@ class Recorder(compat.TorchDispatchMode):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
         return node
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
+        with torch.autograd.set_multithreading_enabled(False), plainly(self._owner, self), Calls(self), self:
+            yield
+
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
-        """The recorded function, with these results."""
+        """What was recorded, as a function with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
+    def finish_pure(self, outputs: Sequence[torch.Tensor]) -> Recorded:
+        """As `finish`, without in-place operations. Those on the arguments are an error that names them."""
+        if self.written:
+            changed = [f"{label}: {where}" if where else label for label, where in self.written.items()]
+            raise TraceError(message(self._owner, "changes its arguments in place", changed, _NEW_VALUE))
+        graph = self.finish(outputs)
+        return functional(graph, self._owner) if self.mutates else graph
+
+    def where(self) -> str | None:
+        """The user's line that runs, or whose backward does."""
+        number = compat.backward_of()
+        if number is None:
+            place = user_place()
+            return line(place) if place else None
+        forward = self._lines.get(number)
+        return f"the backward of {line(forward)}" if forward else "PyTorch's backward"
+
+    def named(self, tensor: torch.Tensor) -> str | None:
+        """The argument that a tensor is, or is a view or a cast of."""
+        node = self._nodes.get(id(tensor))
+        while node is not None and node not in self._labels:
+            node = node.all_input_nodes[0] if node.target is aten._to_copy.default or (is_view(node) and node.all_input_nodes) else None
+        return self._labels[node] if node is not None else None
+
+    def _here(self, *lines: str) -> list[str]:
+        where = self.where()
+        return [*([where] if where else []), *lines]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not compat.is_operator(func):
+            fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
+            raise TraceError(message(self._owner, f"uses an operator of functions, which a program has no line for ({func})", self._here(), fix))
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         if _draws(func, args, kwargs):
@@ -115,6 +164,7 @@ class Recorder(compat.TorchDispatchMode):
                 message(
                     self._owner,
                     f"draws from torch's global generator ({func})",
+                    self._here(),
                     fix="use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on every mesh and when recomputed",
                 )
             )
@@ -122,23 +172,41 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self._literal(args[0], out)
             return out
+        if func in hidden.REFUSED and _given(func, args, kwargs, hidden.REFUSED[func]):
+            text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
+            raise TraceError(message(self._owner, text, self._here(), "compute them by other operations, or with F.batch_norm on clones of them"))
+        if func in hidden.REWRITTEN:
+            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), *args)
+            if results is not None:
+                return results
+        backward = compat.backward_of()
+        if backward is None:
+            number = compat.next_autograd_node() - 1
+            if number not in self._lines:
+                self._lines[number] = user_place()
         node_args, node_kwargs = self._nodes_in((args, kwargs))
         try:
             out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
-            raise TraceError(
-                message(
-                    self._owner,
-                    f"needs the value of a tensor while being traced ({func})",
-                    fix="choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors",
-                )
-            ) from error
+            of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
+            text = "makes a tensor whose shape depends on values" if of_shape else "needs the value of a tensor while being traced"
+            raise TraceError(message(self._owner, f"{text} ({func})", self._here(), _SHAPE if of_shape else _VALUE)) from error
+        except Exception as error:
+            note(self, error, func, (args, kwargs))
+            raise
+        if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in (out if isinstance(out, (tuple, list)) else (out,))):
+            text = f"makes a tensor that is not dense ({func})"
+            raise TraceError(message(self._owner, text, self._here(), "keep to dense tensors, and to dense gradients: sparse=False"))
         if func in _SAME_VALUE:
             self._nodes[id(out)] = node_args[0]
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
             self.mutates = True
+            for tensor in _given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]):
+                label = self._storages.get(tensor.untyped_storage()._cdata)
+                if label is not None:
+                    self.written.setdefault(label, self.where())
         node = self.graph.call_function(func, node_args, node_kwargs)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
@@ -170,56 +238,6 @@ class Recorder(compat.TorchDispatchMode):
             copy = value.clone()
         self.constant(name, copy, out)
 
-    def _where(self, tensor: torch.Tensor) -> str:
-        """The name under which the traced function reaches a tensor that is not its argument, as far as it can be found."""
-        found = _reached(self._source, tensor, set())
-        return found or "a tensor from its closure"
-
-
-def _reached(fn: Any, tensor: torch.Tensor, seen: set[int]) -> str | None:
-    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions that it calls."""
-    if id(fn) in seen:
-        return None
-    seen.add(id(fn))
-    ways: list[tuple[str, Any]] = []
-    if isinstance(fn, functools.partial):
-        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [(f"keyword {k} of the partial", v) for k, v in fn.keywords.items()]
-        ways.append(("", fn.func))
-    if hasattr(fn, "__wrapped__"):
-        ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
-    if hasattr(fn, "__self__"):
-        ways.append(("self", fn.__self__))  # pyright: ignore[reportAttributeAccessIssue]
-    code = getattr(fn, "__code__", None)
-    if code is not None:
-        variables = inspect.getclosurevars(getattr(fn, "__func__", fn))
-        ways += [(f"closure variable {k}", v) for k, v in variables.nonlocals.items()]
-        ways += [(f"global variable {k}", v) for k, v in variables.globals.items()]
-        ways += [(f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()]
-    for name, value in ways:
-        for path, x in _tensors(value):
-            if x is tensor:
-                return name + path
-    for _, value in ways:
-        if callable(value) and (hasattr(value, "__code__") or isinstance(value, functools.partial)):
-            inner = _reached(value, tensor, seen)
-            if inner:
-                of = getattr(value, "__name__", "a function")
-                return inner if of == getattr(fn, "__name__", "") else f"{inner} of {of}"
-    return None
-
-
-def _tensors(value: Any) -> list[tuple[str, Any]]:
-    """The tensors a variable holds: itself, leaves of a tree, attributes of an object."""
-    if isinstance(value, torch.Tensor):
-        return [("", value)]
-    if isinstance(value, torch.nn.Module):
-        return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
-    if isinstance(value, (dict, list, tuple)):
-        return list(zip(tree.paths(value), tree.leaves(value), strict=True))
-    if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
-        return []
-    return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]
-
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -233,32 +251,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def plainly(owner: str) -> Iterator[None]:
-    """Says in this house's words what torch says of a function that is not pure, or not deterministic: the function's own line, and a way out."""
-    try:
-        yield
-    except RuntimeError as error:
-        rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
-        if rule is None:
-            raise
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(f"/{package}/" in f.filename for package in ("torch", "fzero"))]
-        where = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
-        raise TraceError(message(owner, rule[0], where, rule[1])) from error
-
-
-_IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
-_REFUSED = [
-    ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
-    ("mutate a captured Tensor", *_IN_PLACE),
-    (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
-    (
-        "does not have a deterministic implementation",
-        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
-        "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
-    ),
-]
-"""What torch says, what it means, and the fix."""
+def _given(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """The tensors that an operator is given for the arguments of these names."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    values = [given.get(name) for name in names]
+    return [x for value in values for x in tree.leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -278,13 +275,12 @@ def record(
     The graph is functional: in-place operations on values made inside are rewritten, in-place operations on the
     arguments are an error that names them, by `labels` where those differ from the names in the graph.
     """
-    versions = [x._version for x in inputs]
-    recorded, mutates = _record(fn, inputs, owner, names, source)
-    changed = [n for x, n, before in zip(inputs, labels or names, versions, strict=False) if x._version != before]
-    if changed:
-        raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead (x = x + y for x += y)"))
-    if mutates:
-        recorded = functional(recorded, owner)
+    recorder = Recorder(owner, source)
+    for i, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
+        recorder.input(tensor, name, labels[i] if i < len(labels) else None)
+    with recorder.recording():
+        outputs = fn(*inputs)
+    recorded = recorder.finish_pure(outputs)
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()
     return recorded
@@ -312,15 +308,6 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-
-
-def _record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], owner: str, names: Sequence[str], source: Any) -> tuple[Recorded, bool]:
-    recorder = Recorder(owner, source)
-    for tensor, name in zip(inputs, names, strict=True):
-        recorder.input(tensor, name)
-    with torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder:
-        outputs = fn(*inputs)
-    return recorder.finish(outputs), recorder.mutates
 
 
 # --- without in-place operations ---
