@@ -72,6 +72,11 @@ def functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
+def forward_ad_active() -> bool:
+    """Whether a level of forward-mode differentiation is open: tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0  # type: ignore[attr-defined]
+
+
 def next_autograd_node() -> int:
     """The sequence number that the next autograd node of this thread gets. A node is made right before what it differentiates runs."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

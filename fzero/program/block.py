@@ -82,7 +82,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = _tracer.get()
-        if tracer is None or compat.functorch_active():
+        if tracer is None or compat.functorch_active() or compat.forward_ad_active():
             args, kwargs = _entering(params, args, kwargs)
             return fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
@@ -129,7 +129,7 @@ class Blocks:
         if joint is None:
             name = self._names(_name(fn))
             with compat.no_modes(), torch.enable_grad() if grad else torch.no_grad():
-                joint = _trace(fn, name, spec, constants, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs), self._watch)
+                joint = _trace(fn, name, spec, constants, tensors, num_params, self._mode, signature, self._labels(fn, params, args, kwargs), self._watch)
             self.joints[key] = joint
         call, self._calls = self._calls, self._calls + 1
         outputs = _Call.apply(self._recorder, joint, call, *tensors)
@@ -137,6 +137,17 @@ class Blocks:
             *outputs, largest = outputs
             self.maxima.append(largest)
         return tree.unflatten(joint.structure, outputs)
+
+    def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
+        try:
+            names = list(inspect.signature(fn).parameters)
+        except (TypeError, ValueError):
+            names = []
+        trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
+        own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
+        leaves = [self._recorder.named(leaf) for _, leaf in own]
+        return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
 
 
 class _Call(torch.autograd.Function):
@@ -222,7 +233,7 @@ def _trace(
                     return [*ys, *(g for g in grads if g is not None)]
 
                 names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-                graph = record(joint, [*primals, *tangents], owner=owner, names=names, source=fn)
+                graph = record(joint, [*primals, *tangents], owner=owner, names=names, source=fn, labels=labels)
                 diff = made["diff"]
         count = sum(c is None for c in constants[:num_params])
         return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
@@ -244,16 +255,6 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     (dtype,) = dtypes
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
-
-
-def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the block itself calls each tensor it is given: `p['w']`, `x`."""
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        names = []
-    trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
-    return [p for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
 
 
 def _name(fn: Any) -> str:

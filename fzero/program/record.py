@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero.errors import TraceError, message
 from fzero.program import hidden
-from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place
+from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
 from fzero.program.results import Results
 from fzero.program.storages import is_view
 
@@ -32,7 +34,7 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
-_NEW_VALUE = "return the new value instead (x = x + y for x += y)"
+_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +69,15 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
         self.failure: Failure | None = None
-        self._owner = owner
+        self.owner = owner
+        self.in_place: dict[str, None] = {}  # lines with in-place operations
         self._source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
         self._labels: dict[fx.Node, str] = {}
         self._storages: dict[int, str] = {}  # of arguments
+        self._outside: FrameType | None = None  # the frame that traces
         self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
 
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
@@ -96,11 +100,13 @@ class Recorder(compat.TorchDispatchMode):
     def node(self, tensor: torch.Tensor) -> fx.Node:
         found = self._nodes.get(id(tensor))
         if found is None:
+            if within(self._outside, "_higher_order_ops"):
+                self._refuse_functions("torch.cond, scan, while_loop or their like")
             raise TraceError(
                 message(
-                    self._owner,
+                    self.owner,
                     "reads a tensor that is not one of its arguments",
-                    self._here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
+                    self.here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
                 )
             )
@@ -116,8 +122,12 @@ class Recorder(compat.TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
-        with torch.autograd.set_multithreading_enabled(False), plainly(self._owner, self), Calls(self), self:
-            yield
+        self._outside = sys._getframe(2)
+        try:
+            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self), Calls(self), self:
+                yield
+        finally:
+            self._outside = None
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
         """What was recorded, as a function with these results."""
@@ -128,16 +138,20 @@ class Recorder(compat.TorchDispatchMode):
         """As `finish`, without in-place operations. Those on the arguments are an error that names them."""
         if self.written:
             changed = [f"{label}: {where}" if where else label for label, where in self.written.items()]
-            raise TraceError(message(self._owner, "changes its arguments in place", changed, _NEW_VALUE))
+            raise TraceError(message(self.owner, "changes its arguments in place", changed, _NEW_VALUE))
         graph = self.finish(outputs)
-        return functional(graph, self._owner) if self.mutates else graph
+        return functional(graph, self.owner) if self.mutates else graph
 
     def where(self) -> str | None:
         """The user's line that runs, or whose backward does."""
         number = compat.backward_of()
         if number is None:
-            place = user_place()
+            place = user_place(self._outside)
             return line(place) if place else None
+        return self.backward_line(number)
+
+    def backward_line(self, number: int) -> str:
+        """The user's line whose backward an autograd node is."""
         forward = self._lines.get(number)
         return f"the backward of {line(forward)}" if forward else "PyTorch's backward"
 
@@ -148,23 +162,27 @@ class Recorder(compat.TorchDispatchMode):
             node = node.all_input_nodes[0] if node.target is aten._to_copy.default or (is_view(node) and node.all_input_nodes) else None
         return self._labels[node] if node is not None else None
 
-    def _here(self, *lines: str) -> list[str]:
+    def _refuse_functions(self, name: str) -> None:
+        fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
+        raise TraceError(message(self.owner, f"uses an operator of functions, which a program has no line for ({name})", self.here(), fix))
+
+    def here(self, *lines: str) -> list[str]:
+        """The user's line, if it is known, and these."""
         where = self.where()
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not compat.is_operator(func):
-            fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
-            raise TraceError(message(self._owner, f"uses an operator of functions, which a program has no line for ({func})", self._here(), fix))
+            self._refuse_functions(str(func))
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
-                    self._owner,
+                    self.owner,
                     f"draws from torch's global generator ({func})",
-                    self._here(),
+                    self.here(),
                     fix="use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on every mesh and when recomputed",
                 )
             )
@@ -174,35 +192,38 @@ class Recorder(compat.TorchDispatchMode):
             return out
         if func in hidden.REFUSED and _given(func, args, kwargs, hidden.REFUSED[func]):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
-            raise TraceError(message(self._owner, text, self._here(), "compute them by other operations, or with F.batch_norm on clones of them"))
+            raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
         if func in hidden.REWRITTEN:
             results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), *args)
             if results is not None:
                 return results
         backward = compat.backward_of()
-        if backward is None:
+        if backward is None and self._outside is not None:
             number = compat.next_autograd_node() - 1
             if number not in self._lines:
-                self._lines[number] = user_place()
+                self._lines[number] = user_place(self._outside)
         node_args, node_kwargs = self._nodes_in((args, kwargs))
         try:
+            _check_dtypes(func, args)
             out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
             of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
-            text = "makes a tensor whose shape depends on values" if of_shape else "needs the value of a tensor while being traced"
-            raise TraceError(message(self._owner, f"{text} ({func})", self._here(), _SHAPE if of_shape else _VALUE)) from error
+            text = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
+            raise TraceError(message(self.owner, f"{text} ({func})", self.here(), _SHAPE if of_shape else _VALUE)) from error
         except Exception as error:
             note(self, error, func, (args, kwargs))
             raise
-        if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in (out if isinstance(out, (tuple, list)) else (out,))):
+        if not _is_dense(out):
             text = f"makes a tensor that is not dense ({func})"
-            raise TraceError(message(self._owner, text, self._here(), "keep to dense tensors, and to dense gradients: sparse=False"))
+            raise TraceError(message(self.owner, text, self.here(), "keep to dense tensors, and to dense gradients: sparse=False"))
         if func in _SAME_VALUE:
             self._nodes[id(out)] = node_args[0]
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
             self.mutates = True
+            if backward is None:
+                self.in_place.update(dict.fromkeys(self.here()))
             for tensor in _given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]):
                 label = self._storages.get(tensor.untyped_storage()._cdata)
                 if label is not None:
@@ -249,6 +270,20 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _check_dtypes(func: Any, args: Any) -> None:
+    """Raises what the devices raise of products of matrices of two dtypes, and fake tensors do not."""
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)} if func in _PRODUCTS else ()
+    if len(dtypes) > 1:
+        raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
+
+
+_PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")}
+
+
+def _is_dense(result: Any) -> bool:
+    return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in (result if isinstance(result, (tuple, list)) else (result,)))
 
 
 def _given(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[torch.Tensor]:

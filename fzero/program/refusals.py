@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import FzeroError, TraceError, message
 
 Place = tuple[str, int]
 """A file and a line of it."""
@@ -43,18 +43,36 @@ class Traced(Protocol):
     """Who knows the tensors of the function that is traced."""
 
     failure: Failure | None
+    in_place: dict[str, None]
+
+    @property
+    def owner(self) -> str: ...
 
     def where(self) -> str | None: ...
+
+    def here(self) -> list[str]: ...
+
+    def backward_line(self, number: int) -> str: ...
 
     def named(self, tensor: torch.Tensor) -> str | None: ...
 
 
-def user_place() -> Place | None:
-    """The innermost line that runs now and is neither PyTorch's, nor ours, nor the standard library's."""
+def user_place(outside: FrameType | None) -> Place | None:
+    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the standard library's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and frame is not outside and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
+
+
+def within(outside: FrameType | None, folder: str) -> bool:
+    """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
+    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
+    while frame is not None and frame is not outside:
+        if frame.f_code.co_filename.startswith(prefix):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line(place: Place) -> str:
@@ -76,8 +94,12 @@ class Calls(TorchFunctionMode):
         self._traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
+            raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
         try:
             return func(*args, **(kwargs or {}))
+        except FzeroError:
+            raise
         except _KINDS as error:
             note(self._traced, error, func, (args, kwargs or {}))
             raise
@@ -89,7 +111,8 @@ def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
     operands = [described(x, traced.named(x)) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
-    traced.failure = Failure(error, torch.overrides.resolve_name(func) or str(func), traced.where(), operands, compat.backward_of() is not None)
+    name = torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+    traced.failure = Failure(error, name, traced.where(), operands, compat.backward_of() is not None)
 
 
 @contextmanager
@@ -98,24 +121,36 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
     try:
         with compat.quiet_fake_tensors():
             yield
+    except FzeroError:
+        raise
     except _KINDS as error:
-        if isinstance(error, TraceError):
-            raise
         failure = traced.failure if traced is not None and traced.failure is not None and traced.failure.error is error else None
-        where = [failure.where] if failure is not None and failure.where else [line(place) for place in _places(error)[-1:]]
+        where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
+        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
         rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
         if rule is not None:
-            raise TraceError(message(owner, rule[0], where, rule[1])) from error
+            places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
+            raise TraceError(message(owner, rule[0], places, rule[1])) from error
+        if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
+            raise TraceError(message(owner, said, where, "pass what the function takes: tensors are parameters, batch, and what is made of them")) from error
         if failure is None or _raised_by_user(error):
             raise
-        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
         fix = "change the operation, or the shapes and dtypes of its operands" + (", which are above" if failure.operands else "")
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
 _IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
+_OVERWRITTEN = "overwrites what its backward needs, in one of these places"
+_WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
 _REFUSED = [
+    ("has been modified by an inplace operation", _OVERWRITTEN, "return a new value there (y = y + x for y += x)"),
+    (
+        "is not differentiable with respect to argument 'running_",
+        "trains the running statistics of a norm",
+        "leave them out of what is trained: train_step(..., trainable=lambda path, leaf: 'running' not in path)",
+    ),
+    ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
     ("mutate a captured Tensor", *_IN_PLACE),
     (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
@@ -134,14 +169,17 @@ _REFUSED = [
 """What torch says, what it means, and the fix."""
 
 
-def _places(error: BaseException) -> list[Place]:
-    """The user's lines that an error went through, the innermost last."""
+def _lines(error: BaseException, traced: Traced | None) -> list[str]:
+    """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
     found, trace = [], error.__traceback__
     while trace is not None:
+        ctx = trace.tb_frame.f_locals.get("ctx")  # of the backward of a torch.autograd.Function
         if not _is_ours(trace.tb_frame.f_code.co_filename):
-            found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+            found.append(line((trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
+        elif traced is not None and isinstance(ctx, torch.autograd.function.FunctionCtx):
+            found.append(traced.backward_line(ctx._sequence_nr()))  # pyright: ignore[reportAttributeAccessIssue]
         trace = trace.tb_next
-    return found
+    return found[-1:]
 
 
 def _raised_by_user(error: BaseException) -> bool:
