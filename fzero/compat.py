@@ -72,9 +72,17 @@ def functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
-def forward_ad_active() -> bool:
-    """Whether a level of forward-mode differentiation is open: tensors may have tangents."""
-    return torch.autograd.forward_ad._current_level >= 0  # type: ignore[attr-defined]
+def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all others as they are
+    (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
+    torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+    try:
+        outputs = fn(*(torch._to_functional_tensor(x) for x in inputs))
+        for x in outputs:
+            torch._sync(x)
+        return [torch._from_functional_tensor(x) for x in outputs]
+    finally:
+        torch._disable_functionalization()  # type: ignore[attr-defined]
 
 
 def next_autograd_node() -> int:
@@ -102,6 +110,16 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     returned = forward.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
+
+
+def forward_ad_active() -> bool:
+    """Whether forward-mode differentiation by dual numbers is running around the caller."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def attention_order() -> tuple[int, ...]:
+    """The order in which attention tries its kernels."""
+    return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
 
 
 @contextmanager

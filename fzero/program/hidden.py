@@ -13,35 +13,39 @@ import torch
 aten = torch.ops.aten
 Do = Callable[..., Any]
 """Runs an operator: `do(op, *args)`."""
+Overwrite = Callable[[torch.Tensor, torch.Tensor], None]
+"""`overwrite(old, new)`: from here on the one has the other's values."""
 
 
-def _native(do: Do, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+def _native(do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
     if not training or mean is None or var is None:
         return None
     *results, new_mean, new_var = do(aten._native_batch_norm_legit_functional.default, x, weight, bias, mean, var, training, momentum, eps)
-    return _written(do, results, (mean, new_mean), (var, new_var))
+    return _written(overwrite, results, (mean, new_mean), (var, new_var))
 
 
-def _of_a_library(do: Do, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, num_results: int) -> Any:
+def _of_a_library(
+    do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, num_results: int
+) -> Any:
     """cuDNN's and MIOpen's, which this operator calls under the same conditions."""
     if not training or mean is None or var is None:
         return None
     *results, new_mean, new_var = do(aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps)
-    return _written(do, results[:num_results], (mean, new_mean), (var, new_var))
+    return _written(overwrite, results[:num_results], (mean, new_mean), (var, new_var))
 
 
-def _written(do: Do, results: Any, *values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _written(overwrite: Overwrite, results: Any, *values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     for old, new in values:
-        do(aten.copy_.default, old, new)
+        overwrite(old, new)
     return tuple(results)
 
 
 REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _native,
-    aten.cudnn_batch_norm.default: lambda do, *args: _of_a_library(do, *args, num_results=4),
-    aten.miopen_batch_norm.default: lambda do, *args: _of_a_library(do, *args, num_results=3),
+    aten.cudnn_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=4),
+    aten.miopen_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=3),
 }
-"""`rule(do, *args)`: the operator's results; None where it writes nothing."""
+"""`rule(do, overwrite, *args)`: the operator's results; None where it writes nothing."""
 
 REFUSED = {
     aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),

@@ -23,8 +23,10 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero.errors import TraceError, message
 from fzero.program import hidden
+from fzero.program.ambient import without_autocast
 from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
 from fzero.program.results import Results
+from fzero.program.settings import exact
 from fzero.program.storages import is_view
 
 aten = torch.ops.aten
@@ -79,6 +81,7 @@ class Recorder(compat.TorchDispatchMode):
         self._storages: dict[int, str] = {}  # of arguments
         self._outside: FrameType | None = None  # the frame that traces
         self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
+        self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -129,6 +132,14 @@ class Recorder(compat.TorchDispatchMode):
         finally:
             self._outside = None
 
+    def check_default_dtype(self) -> None:
+        """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
+        if torch.get_default_dtype() is not self._dtype:
+            what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
+            raise TraceError(
+                message(self.owner, what, self.here(), fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)")
+            )
+
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
         """What was recorded, as a function with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
@@ -177,6 +188,7 @@ class Recorder(compat.TorchDispatchMode):
             self._refuse_functions(str(func))
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
+        self.check_default_dtype()
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
@@ -194,7 +206,7 @@ class Recorder(compat.TorchDispatchMode):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
             raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
         if func in hidden.REWRITTEN:
-            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), *args)
+            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), self._overwrite, *args)
             if results is not None:
                 return results
         backward = compat.backward_of()
@@ -221,13 +233,7 @@ class Recorder(compat.TorchDispatchMode):
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
-            self.mutates = True
-            if backward is None:
-                self.in_place.update(dict.fromkeys(self.here()))
-            for tensor in _given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]):
-                label = self._storages.get(tensor.untyped_storage()._cdata)
-                if label is not None:
-                    self.written.setdefault(label, self.where())
+            self._write(_given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]))
         node = self.graph.call_function(func, node_args, node_kwargs)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
@@ -237,6 +243,21 @@ class Recorder(compat.TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.track(item, self.graph.call_function(operator.getitem, (node, i)))
         return out
+
+    def _write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remembers that these are overwritten."""
+        self.mutates = True
+        if compat.backward_of() is None:
+            self.in_place.update(dict.fromkeys(self.here()))
+        for tensor in tensors:
+            label = self._storages.get(tensor.untyped_storage()._cdata)
+            if label is not None:
+                self.written.setdefault(label, self.where())
+
+    def _overwrite(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Writes down `old.copy_(new)`, of which autograd, like PyTorch's, knows nothing."""
+        self._write([old])
+        self.track(old, self.graph.call_function(aten.copy_.default, (self.node(old), self.node(new))))
 
     def _nodes_in(self, value: Any) -> Any:
         """Arguments with tensors replaced by their nodes."""
@@ -331,7 +352,7 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
             return (type(value), *map(plain, value))
         if isinstance(value, dict):
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
-        return (type(value), value)
+        return exact(value)
 
     for node in list(graph.nodes):
         if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
@@ -365,8 +386,8 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     def run(*xs: torch.Tensor) -> Any:
         return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
 
-    with torch.no_grad(), again:
-        outputs = torch.func.functionalize(run)(*(n.meta["val"] for n in inputs), *literals)
+    with torch.no_grad(), without_autocast(), again:
+        outputs = compat.functionalized(run, [*(n.meta["val"] for n in inputs), *literals])
     return again.finish(outputs)
 
 
