@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
@@ -145,7 +146,8 @@ class Blocks:
             return (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
 
         def trace(name: str) -> Joint:
-            with compat.no_modes(), torch.inference_mode(False), torch.enable_grad() if grad else torch.no_grad():
+            grads = torch.enable_grad() if grad else torch.no_grad()
+            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
                 return _trace(body, name, tensors, num_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
         def compare(joint: Joint) -> None:
@@ -326,6 +328,17 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     (dtype,) = dtypes
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+
+
+def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = packed
+    if x._version != version:  # what autograd says of a tensor that it saved itself
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
+    return x
 
 
 _OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"
