@@ -19,8 +19,8 @@ from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tabl
 from fzero.testing import Report
 
 
-def print_plan(lowered: Lowered, plan: Plan) -> None:
-    """The plan, and under a budget what it leaves."""
+def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
+    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is known."""
     needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
     limits = lowered.budget.limits if lowered.budget else (None, None, None)
     fits = [
@@ -28,6 +28,13 @@ def print_plan(lowered: Lowered, plan: Plan) -> None:
         for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
         if limit is not None
     ]
+    if memory is not None:
+        left, has = memory - plan.peak_bytes, f"the {as_bytes(memory)} of {plan.device.name}"
+        if left >= 0:
+            fits.append(f"fits {has}: {as_bytes(plan.peak_bytes)} at the peak, {as_bytes(left)} to spare")
+        else:
+            more = f"{as_bytes(plan.peak_bytes)} at the peak, {as_bytes(-left)} more"
+            fits.append(f"does not fit {has}: {more}. Fix: --budget {as_bytes(memory).replace(' ', '')} looks for what does, and says what would help")
     return _print(tables(plan), "\n".join(fits))
 
 
@@ -58,11 +65,11 @@ def print_report(found: Report) -> None:
     _print(found.tables(), "\n".join(found.remarks()))
 
 
-def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:
-    """Under a budget what was chosen for it."""
+def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[str, Any]:
+    """Under a budget what was chosen for it; whether it fits into the device's memory."""
     budget = lowered.budget
     if budget is None or budget.limits == (None, None, None):
-        return {}
+        return {} if memory is None else {"device_memory": {"bytes": memory, "fits": plan.peak_bytes <= memory}}
     fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
     limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
     return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.errors import FzeroValueError, message
+from fzero.schedule.cost import DISK, HOST
 from fzero.schedule.memory import ROLES
 from fzero.schedule.timeline import COMPUTE, Event
 
@@ -63,9 +64,36 @@ def tables(plan: Plan) -> list[Table]:
     if longest:
         waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+    out.append(_assumed(plan))
     if plan.decisions:
         out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
     return out
+
+
+def _assumed(plan: Plan) -> Table:
+    """The rates that the plan goes by, of the queues that it has."""
+    device, host = plan.device, plan.device.host
+    products = (f"{rate / 1e12:.4g} TFLOP/s in {dtype}" for dtype, rate in device.flops.items() if dtype in ("float32", "bfloat16"))
+    rows = [("memory", as_bytes(device.memory_bytes), f"{as_bytes(device.memory_bandwidth)}/s"), ("products", "", ", ".join(products))]
+    if any(":" in queue for queue in plan.channels):
+        rows += [(f"link {name}", f"{as_bytes(link.bandwidth)}/s", f"to ranks of {_LINKS[name]}") for name, link in device.links.items()]
+    if plan.channels.keys() & {"to_host", "to_device"}:
+        rows.append(("host copy", f"{as_bytes(device.host_copy.bandwidth)}/s", "each way"))
+    shares = []
+    if HOST in plan.channels:
+        shares.append(("host memory", device.host_memory_bandwidth, host and host.memory_bandwidth))
+    if DISK in plan.channels:
+        shares.append(("disk read", device.disk_read.bandwidth, host and host.disk_read))
+        shares.append(("disk write", device.disk_write.bandwidth, host and host.disk_write))
+    for name, rate, whole in shares:
+        of = f"of {as_bytes(whole)}/s that the ranks of a host share" if whole else "while all ranks of the host are busy"
+        rows.append((name, f"{as_bytes(rate)}/s", of))
+    if shares and host:
+        rows.append(("a host", "", host.what))
+    return Table(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
+
+
+_LINKS = {"intra": "the same host", "inter": "other hosts"}
 
 
 def _moved(channel: Channel) -> tuple[str, ...]:
