@@ -133,7 +133,7 @@ def test_a_disk_that_is_slower_when_read_and_written_at_once_is_taken_at_that() 
     both = lowered(fz.offload("nvme", path="/scratch"), device="h100").program
     assert cost.as_used(device, both).disk_read.bandwidth == pytest.approx(5e8)
     assert cost.as_used(replace(device, disk_mixed=2e9), both).disk_write.bandwidth == 1e9  # never faster than alone
-    assert cost.as_used(device, lowered(device="h100").program) is device
+    assert cost.as_used(device, lowered(device="h100").program) == device
     busy = [plan(both, replace(device, disk_mixed=mixed)).channels["disk"].busy_seconds for mixed in (0.0, 5e8)]
     assert busy[1] == pytest.approx(2 * busy[0])
 
