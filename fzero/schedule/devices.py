@@ -18,10 +18,11 @@ from fzero.units import parse_bytes
 _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
 """What large matrix products, streaming kernels and large transfers reach of a datasheet's peak, as published benchmarks of these devices find."""
 
-# Hosts: bytes/s as attained by updates that stream through it; the disk is one NVMe drive on four lanes of PCIe 4 that keeps writing, as data centre drives do.
-_DDR5_SERVER = Host(300e9, 6e9, 3e9, "two sockets with eight channels of DDR5 each, one NVMe drive", sockets=2)
-_DDR4_SERVER = Host(200e9, 6e9, 3e9, "two sockets with eight channels of DDR4 each, one NVMe drive", sockets=2)
-_DESKTOP = Host(60e9, 6e9, 3e9, "two channels of DDR5, one NVMe drive")
+# Hosts. Their memory in bytes/s of a socket, as updates that stream through it attain; the disk is a drive on four lanes of PCIe 4, as data centres have them
+_DDR5_SERVER = 150e9, Host("two sockets with eight channels of DDR5 each, one NVMe drive", sockets=2)
+_DDR4_SERVER = 100e9, Host("two sockets with eight channels of DDR4 each, one NVMe drive", sockets=2)
+_DESKTOP = 60e9, Host("two channels of DDR5, one NVMe drive")
+_DISK_READ, _DISK_WRITE = 6e9, 3e9  # bytes/s
 
 
 def _datasheet(
@@ -33,7 +34,7 @@ def _datasheet(
     peer: float,
     network: float,
     pcie: float,
-    host: Host,
+    host: tuple[float, Host],
     source: str,
     per_host: int = 8,
     compute: float = _SHARE["compute"],
@@ -65,10 +66,10 @@ def _datasheet(
         call_seconds=2e-5,  # launching a compiled function of a few kernels from Python
         asynchronous=True,
         host_copy=Link(1e-5, pcie * share),
-        host_memory_bandwidth=host.memory_bandwidth / host.sockets,  # a rank's threads are on one
-        disk_read=Link(1e-4, host.disk_read),
-        disk_write=Link(1e-4, host.disk_write),
-        host=host,
+        host_memory_bandwidth=host[0],
+        disk_read=Link(1e-4, _DISK_READ),
+        disk_write=Link(1e-4, _DISK_WRITE),
+        host=host[1],
         source=stated,
     )
 
@@ -188,7 +189,7 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
-"""What may be changed of a device by text, in bytes or bytes/s. What ranks share is the host's, all of it."""
+"""What may be changed of a device by text, in bytes or bytes/s; of a known one as a rank has it that is alone on its host."""
 
 
 def _changed(device: Device, changes: Sequence[str]) -> Device:
@@ -203,8 +204,6 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
         if what not in _NUMBERS or not rate:
             problems.append(f"{change}: " + (f"{text!r} is no size" if what in _NUMBERS else f"not one of {', '.join(_NUMBERS)}"))
             continue
-        if device.host is not None and what in ("disk_read", "disk_write", "host_memory_bandwidth"):
-            device = replace(device, host=replace(device.host, **{what.removeprefix("host_"): rate}))
         if what in _BANDWIDTHS:
             device = replace(device, **{what: replace(getattr(device, what), bandwidth=float(rate))})
         elif what in device.links:

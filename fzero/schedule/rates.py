@@ -1,8 +1,7 @@
 """A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its host.
 
-[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. Of a known device it is stated what the host has, `Device.host`, and
-what one rank attains alone; a plan gives each rank an equal share for as many ranks as the mesh has there. Measured rates are those of a rank while all are
-busy, and are taken as they are.
+[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device are those of a rank that has its host
+alone; a plan gives each an equal share for as many ranks as the mesh has there. Measured rates are those of a rank while all are busy, and are taken as they are.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What a host has for all of its ranks together, in bytes/s, the memory in equal parts at its sockets, and what that is: see [Note: the host's share]."""
+    """What the ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's threads are on one. `ranks`: as many as a device's
+    rates of both are for. See [Note: the host's share]."""
 
-    memory_bandwidth: float
-    disk_read: float
-    disk_write: float
-    what: str = ""
+    what: str
     sockets: int = 1
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Device:
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def shared_by(self, num_ranks: int) -> Device:
-        """The device of a rank that shares its host with others, `num_ranks` with itself: no faster than its part of what the host has.
+        """The device of a rank that shares its host with others, `num_ranks` with itself: its part of what they share.
 
         Example:
             >>> from fzero.schedule.devices import KNOWN
@@ -106,11 +104,15 @@ class Device:
         """
         if self.host is None:
             return self
+        disk, sockets = self.host.ranks / num_ranks, self.host.sockets
+        memory = min(1, sockets / num_ranks) / min(1, sockets / self.host.ranks)
         return replace(
             self,
-            host_memory_bandwidth=min(self.host_memory_bandwidth, self.host.memory_bandwidth / num_ranks),
-            disk_read=replace(self.disk_read, bandwidth=min(self.disk_read.bandwidth, self.host.disk_read / num_ranks)),
-            disk_write=replace(self.disk_write, bandwidth=min(self.disk_write.bandwidth, self.host.disk_write / num_ranks)),
+            host_memory_bandwidth=self.host_memory_bandwidth * memory,
+            disk_read=replace(self.disk_read, bandwidth=self.disk_read.bandwidth * disk),
+            disk_write=replace(self.disk_write, bandwidth=self.disk_write.bandwidth * disk),
+            disk_mixed=self.disk_mixed * disk,
+            host=replace(self.host, ranks=num_ranks),
         )
 
     def to_json(self) -> str:
