@@ -162,7 +162,7 @@ H100 = ("--device", "h100")
 def test_plan_is_the_librarys(run, target):
     code, out, err = run("plan", target, *MESH, *H100)
     plan, last = out[: out.rindex("fits")], out.splitlines()[-1]
-    assert code == 0 and plan == str(lowered(device="h100").plan) and last.startswith("fits the 80 GB of h100: ") and last.endswith(" to spare")
+    assert code == 0 and plan == str(lowered(device="h100").plan) and last.startswith("fits the 74.51 GiB of h100: ") and last.endswith(" to spare")
     assert err == f"said by the target {[target.split(':')[0]]}\n", "what the target prints goes to stderr; it sees no flags of ours"
 
 
@@ -198,7 +198,7 @@ def test_a_device_file_is_taken_whatever_machine_it_was_written_on(run, here):
     for machine in ({}, {"device_type": "cuda", "cpu": "another"}):
         (here / "mine.json").write_text(replace(mine, machine=machine).to_json())
         code, out, err = run("plan", "targets.py:good", *MESH, "--device", "mine.json")
-        assert code == 0 and out.startswith(str(lowered(device=mine).plan)) and "fits the 24 GB of mine" in out
+        assert code == 0 and out.startswith(str(lowered(device=mine).plan)) and "fits the 22.35 GiB of mine" in out
         assert "mine.json is not of this machine, and taken as it is" in err and f"cpu: {machine.get('cpu')!r} in the file" in err
 
 

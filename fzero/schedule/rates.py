@@ -1,7 +1,8 @@
 """A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its host.
 
-[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device are those of a rank that has its host
-alone; a plan gives each an equal share for as many ranks as the mesh has there. Measured rates are those of a rank while all are busy, and are taken as they are.
+[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device are those of a rank that has its
+host alone; a plan gives each an equal share for as many ranks as the mesh has there. Measured rates are those of a rank while all are busy, and are
+taken as they are.
 """
 
 from __future__ import annotations

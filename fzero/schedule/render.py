@@ -83,7 +83,9 @@ def _assumed(plan: Plan) -> Table:
     shares = [("host memory", device.host_memory_bandwidth)] if HOST in plan.channels else []
     if DISK in plan.channels:
         shares += [("disk read", device.disk_read.bandwidth), ("disk write", device.disk_write.bandwidth)]
-    whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}" if host else "while all ranks of the host are busy"
+    whose = "while all ranks of the host are busy"
+    if host is not None:
+        whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
     rows += [(name, rate(attained), whose) for name, attained in shares]
     return Table(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
 
