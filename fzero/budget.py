@@ -239,7 +239,7 @@ def filling(program: Program, found: Plan) -> list[str]:
     return [f"there: {', '.join(roles)}", *([f"gradients: {why}"] if why else [])]
 
 
-_ROLES = {"saved": "saved for the backward", "idle_pool": "places of transfers, idle just then,"}
+_ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
 
 
 def waiting(program: Program) -> str | None:

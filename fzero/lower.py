@@ -322,11 +322,11 @@ def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budge
             peaks[transform] = n
     best: dict[type, Any] = {}  # of each kind
     for transform in sorted(peaks, key=lambda transform: peaks[transform]):
-        best.setdefault(type(transform), transform)
+        best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
     ordered = list(best.values())
     limit = budget.nbytes or 0
     fits = lambda n: f"{size(n)}{', which fits' if n <= limit else ''}"  # noqa: E731
-    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered[:3]]
+    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered]
     if len(ordered) > 1 and peaks[ordered[0]] > limit:
         together, all_ = [], step
         for transform in ordered:

@@ -57,7 +57,7 @@ def test_advice_was_tried() -> None:
     assert lines[-1] == "Fix: apply what lowers it most, or raise the budget" and "remat" not in str(lines), "a batch of one row: not a smaller one"
     lines = refused(PLAIN, rows=4096, budget=4 * WEIGHTS)
     assert line(lines, "with fz.accumulate(num_micro_batches=8): ") and line(lines, "with fz.remat(policy='full')")
-    assert "use a smaller batch" in lines[-1] and "places" not in line(lines, "there: ")
+    assert "use a smaller batch" in lines[-1] and "idle places" not in line(lines, "there: ")
     together = line(lines, "with fz.accumulate(num_micro_batches=8), ")
     assert "together: " in together and together.count("fz.accumulate") == 1
     lines = refused(PLAIN, device="cpu")
