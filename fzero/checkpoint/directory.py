@@ -73,13 +73,13 @@ def complete_steps(root: Path) -> dict[int, Path]:
     return found
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
-    """The step directory that `path` is, or the latest one under it."""
+def locate(path: str | os.PathLike[str], name: str | None = None) -> Path:
+    """The step directory that `path` is, or the one of that name under it; without a name the latest."""
     directory = Path(path)
     named = _STEP.fullmatch(directory.name.removesuffix(SET_ASIDE)) is not None
     if (directory / INDEX).exists() or (named and directory.is_dir() and not (directory / LATEST).exists()):
         return directory
-    return latest(directory)
+    return latest(directory) if name is None else directory / name
 
 
 def _contents(root: Path) -> str:

@@ -112,26 +112,27 @@ class CompiledStep(Compiled):
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
                 called with, else what the checkpoint says.
 
-        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all ranks could read it; every rank
+            reads the ranges it needs.
         Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
-            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference; ranks that see different
+                checkpoints, with the directory and the step of each.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
 
-        saved = checkpoint.structure(path)
+        index = checkpoint.describe(path, self.mesh)
         if params is None and self._last.inputs is not None:
             inputs = self._last.inputs
         else:
-            whole = saved.params if params is None else abstract(params) if callable(params) else params
+            whole = checkpoint.structure(index).params if params is None else abstract(params) if callable(params) else params
             self._resolve(whole)
             inputs = params_inputs(self.step, self.mesh, whole)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         extras = extra_leaves(self.step, inputs)
         names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
-        index = checkpoint.describe(path)
         for role in KEPT:
             held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
             if not held:  # of a step without it: it begins anew
@@ -140,11 +141,11 @@ class CompiledStep(Compiled):
                 index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
-            found = checkpoint.read(path, counted, self.mesh)
+            found = checkpoint.read(index, counted, self.mesh)
             counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self.step = self._safer.resolved(self.step, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
-        read = checkpoint.read(path, names, self.mesh, into=places)
+        read = checkpoint.read(index, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
