@@ -42,7 +42,11 @@ class VerifyError(FzeroValueError):
 
 
 class DivergenceError(FzeroError, RuntimeError):
-    """Ranks that would run different programs, or that did not come to compare them."""
+    """Ranks that would run different programs or hold different values of the same leaves, or that did not come to compare them."""
+
+
+class BusyError(FzeroError, RuntimeError):
+    """A call that needs a mesh to itself while another thread is using it."""
 
 
 class TierError(FzeroError, RuntimeError):

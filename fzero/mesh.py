@@ -6,18 +6,21 @@ row-major order of the axes as given. A mesh of one device needs no process grou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import importlib.util
 import math
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, FzeroValueError, message
+from fzero.errors import BusyError, DivergenceError, FzeroValueError, message
 
 AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
@@ -88,6 +91,7 @@ class Mesh(AbstractMesh):
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
     copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
     gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
+    turn: threading.Lock = field(default_factory=threading.Lock)  # held by what has the mesh to itself
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "gpu_direct", gpu_direct)
         object.__setattr__(self, "transport", None)
         object.__setattr__(self, "copies", None)
+        object.__setattr__(self, "turn", threading.Lock())
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -134,6 +139,22 @@ class Mesh(AbstractMesh):
         if self.device_mesh is None:
             raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
         return (self.gather_mesh if gathers and self.gather_mesh is not None else self.device_mesh)[axis].get_group()
+
+    @contextlib.contextmanager
+    def alone(self, owner: str) -> Iterator[None]:
+        """What runs here has the mesh to itself: what steps share is not for two threads, and a step writes its state in place. Microseconds.
+
+        Raises:
+            BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order the two otherwise on each rank.
+        """
+        if not self.turn.acquire(blocking=False):
+            what = "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another thread, or above this call"
+            fix = "call these one after the other, from one thread; what another thread is to have, copy first: train.gather(state)"
+            raise BusyError(message(owner, what, fix=fix))
+        try:
+            yield
+        finally:
+            self.turn.release()
 
     def __eq__(self, other: object) -> bool:
         return self is other

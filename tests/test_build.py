@@ -22,9 +22,9 @@ import torch.fx as fx
 from pool import ending
 
 import fzero as fz
-from fzero import compat
+from fzero import compat, random
 from fzero.errors import FzeroError, FzeroValueError
-from fzero.program.device import on_host
+from fzero.program.device import on_host, substituted
 from fzero.program.ir import Function
 from fzero.program.record import Recorded, record
 from fzero.runtime import build as building
@@ -531,3 +531,18 @@ def test_what_the_host_runs_is_made_on_the_host():
     (out,) = on_host(Recorded(graph)).module()(torch.ones(4))
     assert torch.equal(out, torch.full((4,), 2.0))
     assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], "the recorded one stays as it is"
+
+
+def test_what_is_substituted_for_the_host_is_on_the_host():
+    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on the tensors of the host."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        given = [torch.empty(5, 3, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")]
+        graph = record(lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)], given, owner="optimizer", names=["p", "key"])
+    assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}
+    here = substituted(on_host(graph), random.DECOMPOSITIONS)
+    values = [n.meta["val"] for n in here.graph.nodes if "val" in n.meta]
+    assert len(values) > 10 and {v.device.type for v in values} <= {"cpu", "meta"}
+    assert {n.kwargs["device"].type for n in here.graph.nodes if n.kwargs.get("device")} == {"cpu"}
+    p, key = torch.randn(5, 3), fz.random.key(1)
+    torch.testing.assert_close(here.module()(p, key)[0], p + fz.random.normal(key, (5, 3)))
+    assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}, "the recorded one stays as it is"

@@ -12,7 +12,7 @@ from fzero.leaves import abstract_params, params_inputs
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
-from fzero.runtime.compiled import Compiled
+from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.states import Last, differences, placed_inputs
 from fzero.step import EvalStep, check_params
 
@@ -24,12 +24,17 @@ class CompiledEval(Compiled):
         super().__init__(step, mesh, backend, limits)
         self._last = Last()
 
+    @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The outputs of `fn(params, *batch)`.
 
         Args:
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
             *batch: this rank's part of every argument.
+
+        Raises:
+            FzeroValueError: parameters laid out for another evaluation.
+            BusyError: another thread is using the mesh.
         """
         if not self._last.holds(params):
             self._last.keep(self._expect(params), params)

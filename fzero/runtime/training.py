@@ -12,20 +12,22 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.auto import check_auto
+from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroTypeError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
 from fzero.lower import Lowered, resolve
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.guess import guessed_leaves
+from fzero.program.segment import signature
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
-from fzero.runtime.compiled import Compiled
+from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.safer import Safer
 from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.timeline import Event
-from fzero.step import INIT_STREAM, State, Step, check_params
+from fzero.step import INIT_STREAM, State, Step, check_params, lasting
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
@@ -44,6 +46,7 @@ class CompiledStep(Compiled):
         self._safer, self._last = Safer(mesh), Last()
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
 
+    @alone("init")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
 
@@ -51,7 +54,8 @@ class CompiledStep(Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
+        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, about a second for 6 GB);
+            every rank computes its own shards.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
             made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
             through two buffers of 16 MiB, before the next leaf is made.
@@ -60,13 +64,22 @@ class CompiledStep(Compiled):
             FzeroTypeError: leaves that are not tensors.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
             TraceError: an init function that draws from torch's global generator instead of its key.
+            DivergenceError: ranks that give different parameters, keys or init functions.
         """
         key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
         graph = None
-        if callable(params):
-            params, graph = recorded(params, self.mesh.device_type)
-        else:
+
+        def given() -> Held:
+            nonlocal params, graph
+            if callable(params):
+                params, graph = recorded(params, self.mesh.device_type)
+                return {"key": (key, ()), "the init function": ("\n".join(map(str, signature(graph))), ())}
             check_params(params)
+            return {"key": (key, ()), **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)}}
+
+        agree.same(
+            self.mesh, "init", given, "give all ranks the same: seed torch before parameters are drawn, or give a function of the key, which draws alike"
+        )
         self._resolve(params)
         inputs = params_inputs(self.step, self.mesh, params)
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
@@ -104,6 +117,7 @@ class CompiledStep(Compiled):
         self._guesses = (None, None, False)
         return resting.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
 
+    @alone("restore")
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
 
@@ -154,6 +168,7 @@ class CompiledStep(Compiled):
         self._last.keep(inputs, state.params, state.opt_state)
         return state
 
+    @alone("gather")
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
 
@@ -161,6 +176,7 @@ class CompiledStep(Compiled):
         """
         return gather.whole(state, self.mesh)
 
+    @alone("step")
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """One step. `state` is donated: its tensors are written in place and are those of the returned state.
 
@@ -175,6 +191,8 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
+            DivergenceError: before the first step, a state of which ranks hold different replicas, as `check_replicas` says.
+            BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
         lowered, run = self.built(state, batch)
@@ -193,7 +211,26 @@ class CompiledStep(Compiled):
         if not self._runs:
             trained = self.step.trains(abstract_params(params))
             agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+            self.check_replicas(state)
         return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
+
+    def check_replicas(self, state: State) -> None:
+        """Compares what several ranks hold of a state. The first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
+
+        Args:
+            state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
+
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU about a second for 6 GB.
+
+        Raises:
+            DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
+        """
+
+        def held() -> Held:
+            parts = {"params": state.params, "opt_state": state.opt_state, "extras": lasting(state).extras, "step": state.step, "key": state.key}
+            return replicas_of({p: x for role, part in parts.items() for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)})
+
+        agree.same(self.mesh, "step", held, "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every rank")
 
     def _make_safer(self, state: State, params: Inputs) -> None:
         """What a program is built of goes by the counts of the state at hand."""
