@@ -10,6 +10,7 @@ All errors fzero raises on purpose subclass `FzeroError` and the built-in class 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -75,3 +76,11 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
     if fix:
         lines.append(f"Fix: {fix}")
     return "\n".join(lines)
+
+
+def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """What a module says of a name that it has not: those that are like it, or all."""
+    known = sorted(known)
+    names = difflib.get_close_matches(name, known) or known
+    fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
+    return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")

@@ -303,6 +303,28 @@ def test_the_compilers_words_are_shown(folder, monkeypatch):
     assert tries == [True, False] and "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
 
 
+def test_a_torch_with_another_inductor_inside_compiles_in_its_public_way(folder, monkeypatch, caplog):
+    """A release that renames what `compat.inductor_lower` patches: slower, and not an error."""
+    import torch._inductor.config as config
+
+    def renamed(*args: Any) -> Any:
+        raise AttributeError("module 'torch._inductor.async_compile' has no attribute 'AsyncCompile'")
+
+    def ask(jobs: Any, cache: Cache, cores: int, done: Any, trust_cpu: bool) -> dict[str, Any]:
+        try:
+            return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}
+        except Exception as error:
+            return {"failed": f"Traceback\n{type(error).__name__}: {error}"}
+
+    monkeypatch.setattr(worker, "_ask", ask)  # in this process, where a name can be made to be missing
+    monkeypatch.setattr(compat, "inductor_lower", renamed)
+    with caplog.at_level(logging.INFO, "fzero"), config.patch({"cpp.vec_isa_ok": True}):  # no probes
+        run = building.build({"literal": functions()["literal"]}, "inductor", fz.make_mesh())["literal"]
+    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "does not compile as expected: AttributeError: " in warning
+
+
 def test_a_function_that_is_not_plain_is_compiled_by_inductor_itself(folder, monkeypatch, caplog):
     import torch._inductor.config as config
 

@@ -24,7 +24,7 @@ import torch
 
 from fzero import tree
 from fzero.checkpoint import format, skeleton
-from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, complete_steps, step_name
+from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, as_path, complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
@@ -101,7 +101,7 @@ def save_as(
     check_replicas: bool = True,
 ) -> Path:
     """`save` as one of the given ranks."""
-    root = Path(path)
+    root = as_path(path)
     plan: Plan | None = None
     temporary: Path | None = None
 
@@ -115,7 +115,7 @@ def save_as(
         return plan.digest()
 
     def undo() -> None:
-        if ranks.rank == 0 and temporary is not None:
+        if ranks.rank == 0 and temporary is not None and root.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
             (root / (TEMPORARY + LATEST)).unlink(missing_ok=True)
 
@@ -197,6 +197,8 @@ def file_name(rank: int, size: int) -> str:
 
 def prepare(root: Path, temporary: Path) -> None:
     """Makes the temporary directory, after finishing or removing what saves that were killed left."""
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix="give the directory in which checkpoints are to be made"))
     if not root.is_dir():
         root.mkdir(parents=True)
         format.sync(root.parent)

@@ -13,7 +13,7 @@ from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.states import Last, differences, placed_inputs
+from fzero.runtime.states import Last, check_values, differences, placed_inputs, unplaced
 from fzero.step import EvalStep, check_params
 
 
@@ -48,15 +48,16 @@ class CompiledEval(Compiled):
 
     def _expect(self, params: Any) -> Inputs:
         check_params(params)
+        check_values("eval_step", params=params)
         found = placed_inputs(params, self.mesh)
         expected = params_inputs(self.step, self.mesh, abstract_params(found))
-        wrong = differences(found, expected)
+        bare = unplaced(params)
+        wrong = differences(found, expected, bare)
         if wrong:
-            raise FzeroValueError(
-                message(
-                    "eval_step", "the parameters rest otherwise than this evaluation expects", wrong, "apply to eval_step the transforms of the training step"
-                )
-            )
+            fix = "apply to eval_step the transforms of the training step"
+            if any(text.split(": ")[0] in bare for text in wrong):
+                fix = "give the trees of the state as they are: what is computed from their leaves, such as an average, compute in the evaluation's function"
+            raise FzeroValueError(message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix))
         for old, _ in list(self._runs.values()):
             if (old.params.leaves, old.params.ties, old.params.structure) == (found.leaves, found.ties, found.structure):
                 return old.params

@@ -23,7 +23,7 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.safer import Safer
-from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
+from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_values, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, State, Step, check_params, check_state, lasting
@@ -65,7 +65,9 @@ class CompiledStep(Compiled):
             TraceError: an init function that draws from torch's global generator instead of its key.
             DivergenceError: ranks that give different parameters, keys or init functions.
         """
-        key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
+        key = fzrandom.key(0) if key is None else key
+        fzrandom.check_key("init", key)
+        key = key.to(self.mesh.device)
         graph = None
 
         def given() -> Held:
@@ -74,6 +76,7 @@ class CompiledStep(Compiled):
                 params, graph = recorded(params, self.mesh.device_type)
                 return {"key": (key, ()), "the init function": ("\n".join(map(str, signature(graph))), ())}
             check_params(params)
+            check_values("init", params=params)
             return {"key": (key, ()), **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)}}
 
         agree.same(
@@ -171,8 +174,15 @@ class CompiledStep(Compiled):
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
 
-        Communication: one all_gather a sharded leaf. Memory: the whole state in host memory: for small models and tests.
+        Communication: one all_gather a sharded leaf, and a few bytes through the store. Memory: the whole state in host memory: for small models and tests.
+
+        Raises:
+            FzeroTypeError: what is no state.
+            DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
+        check_state(state, "gather what train.init, train.restore or a step returned", "gather")
+        if any(leaf_of(x) is not None and leaf_of(x)[0].layout.axes for x in tree.leaves(state)):  # type: ignore[index]
+            agree.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
         return gather.whole(state, self.mesh)
 
     @alone("step")
@@ -226,6 +236,7 @@ class CompiledStep(Compiled):
         """
 
         def held() -> Held:
+            check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
             parts = {"params": state.params, "opt_state": state.opt_state, "extras": lasting(state).extras, "step": state.step, "key": state.key}
             return replicas_of({p: x for role, part in parts.items() for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)})
 
@@ -270,6 +281,7 @@ class CompiledStep(Compiled):
         check_state(state, "make one with train.init or train.restore")
         if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
+            check_values("step", params=state.params, opt_state=state.opt_state)
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)
