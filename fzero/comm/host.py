@@ -25,6 +25,7 @@ import torch
 from fzero.errors import TierError, message
 from fzero.layout import apart
 from fzero.mesh import Mesh
+from fzero.units import size
 
 Tensors = Sequence[torch.Tensor]
 
@@ -98,7 +99,7 @@ def _unlock(address: int, mapped: mmap.mmap) -> None:
 
 def _refused(nbytes: int, what: str, reason: str) -> TierError:
     fix = "offload less of the state, or to disk; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
-    return TierError(message("offload", f"{nbytes / 2**30:.2f} GiB of host memory {what}", [reason], fix))
+    return TierError(message("offload", f"{size(nbytes)} of host memory {what}", [reason], fix))
 
 
 def _numa_node(device: torch.device) -> int:
