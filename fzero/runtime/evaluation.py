@@ -50,7 +50,7 @@ class CompiledEval(Compiled):
         check_params(params)
         check_values("eval_step", params=params)
         found = placed_inputs(params, self.mesh)
-        expected = params_inputs(self.step, self.mesh, abstract_params(found))
+        expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
         bare = unplaced(params)
         wrong = differences(found, expected, bare)
         if wrong:
