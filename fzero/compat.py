@@ -298,6 +298,13 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def nccl_ahead() -> Any:
+    """Options of a process group whose kernels the GPU starts before those of others."""
+    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options.is_high_priority_stream = True
+    return options
+
+
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
     """Starts a gather of flat shards. Returns the work to wait for. 2.13 renamed the function."""
     if whole.dtype.itemsize == 1:  # gloo knows no float8

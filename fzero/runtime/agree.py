@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fzero import compat
 from fzero.comm.replicas import Held, differing
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
 from fzero.mesh import Mesh, absent
@@ -55,7 +54,7 @@ def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
     """
     if mesh.size == 1:
         return make()
-    store = compat.default_store()
+    store = mesh.store
     key = f"fzero/agree/first/{store.add(f'fzero/agree/firsts/{mesh.rank}', 1)}"
     if mesh.rank == 0:
         store.set(key, make())
@@ -146,7 +145,7 @@ class _Talk:
     """One exchange after another between the ranks of a mesh."""
 
     def __init__(self, mesh: Mesh, owner: str = "compile"):
-        self._mesh, self._store, self._owner = mesh, compat.default_store(), owner
+        self._mesh, self._store, self._owner = mesh, mesh.store, owner
         self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:

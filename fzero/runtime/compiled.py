@@ -83,6 +83,7 @@ class Compiled:
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
+        self.mesh.check_open()
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         key = (id(params), tree.structure(batch), kinds, deterministic.setting())
         if key not in self._runs:
