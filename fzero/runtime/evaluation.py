@@ -58,7 +58,4 @@ class CompiledEval(Compiled):
             if any(text.split(": ")[0] in bare for text in wrong):
                 fix = "give the trees of the state as they are: what is computed from their leaves, such as an average, compute in the evaluation's function"
             raise FzeroValueError(message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix))
-        for old, _ in list(self._runs.values()):
-            if (old.params.leaves, old.params.ties, old.params.structure) == (found.leaves, found.ties, found.structure):
-                return old.params
-        return found
+        return self._known(found)
