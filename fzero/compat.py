@@ -91,6 +91,11 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def fx_tracing() -> bool:
+    """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may be thrown away."""
+    return fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[attr-defined]
+
+
 def attention_order() -> tuple[int, ...]:
     """The order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
