@@ -45,7 +45,7 @@ from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, plan
-from fzero.step import EvalStep, Step, check_params, wants_key
+from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
@@ -153,6 +153,7 @@ def lower(
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     if isinstance(step, EvalStep):
+        check_arguments(step.fn, batch.structure.num_children)
         program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))

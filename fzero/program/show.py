@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fzero.errors import FzeroTypeError, message
 from fzero.program.guess import compared, is_guess, is_skipped
 from fzero.program.ir import TRANSFERS, Line, Program, copied, from_to, repeats, transfer_bytes
 from fzero.units import size
@@ -56,6 +57,9 @@ def source(program: Program) -> str:
 
 def show(program: Program, *, fold: bool = True) -> str:
     """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every line that runs."""
+    if not isinstance(program, Program):
+        fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
+        raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))
     header = [f"# {line}".rstrip() for line in _header(program)]
     body = _flat(program.lines, program, 1)
     return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), *_wrapped(_returns(program), "")]) + "\n"
