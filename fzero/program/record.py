@@ -36,7 +36,7 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
-_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics)"
+_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 
 
 @dataclass(frozen=True, eq=False)

@@ -148,7 +148,7 @@ _REFUSED = [
     (
         "is not differentiable with respect to argument 'running_",
         "trains the running statistics of a norm",
-        "leave them out of what is trained: train_step(..., trainable=lambda path, leaf: 'running' not in path)",
+        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path), see docs/mutable.md",
     ),
     ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
