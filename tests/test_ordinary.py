@@ -257,7 +257,7 @@ print([str(fz.lower(t(fz.train_step(loss, optim.sgd(0.1))), fz.AbstractMesh(data
 def test_stacked_parameters_are_one_program_in_every_process():
     """Views of parameters that several blocks take, in interpreters with other addresses and another hash seed."""
     printed = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         done = subprocess.run([sys.executable, "-c", STACKED, seed + "00"], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
