@@ -147,8 +147,8 @@ class Blocks:
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_itself, _itself):  # not those of a checkpoint around the call
-                return _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
+            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
+                return _trace(body, name, tensors, num_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
@@ -169,6 +169,17 @@ class Blocks:
             *outputs, largest = outputs
             self.maxima.append(largest)
         return tree.unflatten(joint.structure, outputs)
+
+    def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
+        try:
+            names = list(inspect.signature(fn).parameters)
+        except (TypeError, ValueError):
+            names = []
+        trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
+        own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
+        leaves = [self._recorder.named(leaf) for _, leaf in own]
+        return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +317,7 @@ def _trace(
                 return [*ys, *(_resolved(g) for g in grads if g is not None)]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn)
+            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn, labels=labels)
             both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):  # as the joint graph is where a backward writes in place
@@ -332,18 +343,15 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
+def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = packed
+    if x._version != version:  # what autograd says of a tensor that it saved itself
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
     return x
-
-
-def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the block itself calls each tensor it is given: `p['w']`, `x`."""
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        names = []
-    trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
-    return [p for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
 
 
 _OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"

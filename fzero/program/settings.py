@@ -182,6 +182,8 @@ class _Walk:
             return self._fact((kind, repr(x)), path)
         if isinstance(x, torch.Tensor):
             return self._tensor(x, path)
+        if isinstance(x, weakref.ref):  # which equal each other as what they refer to does, and tensors do by values
+            return self._visit(x(), path)
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._alive):
             return self._fact(("again", number), path)
