@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
 from fzero import compat, optim
@@ -141,6 +142,19 @@ def test_recurrent_layers_train_as_pytorch(name):
     module = RECURRENT[name]()
     params = {k: v.detach().clone() for k, v in module.named_parameters()}
     trains_as_pytorch(lambda p, x: torch.func.functional_call(module, p, (x,)), params, wide(3, 5, 3))
+
+
+def test_a_layer_whose_gradients_pytorch_returns_as_one_tensor():
+    """Both biases of an LSTM have one gradient: fakes of it are one tensor in a process's first trace, and two in its others."""
+    FakeTensorMode.cache_clear()
+    module = nn.LSTM(3, 5, batch_first=True)
+    params = {k: v.detach().clone() for k, v in module.named_parameters()}
+    step = fz.train_step(lambda p, x: fz.block(lambda p, x: torch.func.functional_call(module, p, (x,))[0])(p, x).square().mean(), optim.sgd(0.1))
+    train = fz.compile(fz.accumulate(2)(step), fz.make_mesh(data=1), backend="eager")
+    state, plain = train.init(params), step.init(params)
+    for _ in range(2):
+        state, plain = train(state, wide(4, 6, 3))[0], step(plain, wide(4, 6, 3))[0]
+    assert close(state.params, plain.params) and not close(state.params, params)
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

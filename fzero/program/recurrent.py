@@ -38,7 +38,8 @@ def _layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     *tensors, reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first = args
     settings = reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train
     workspace = _run(*tensors[:7], *settings)[3]
-    return aten.mkldnn_rnn_layer_backward.default(*args, workspace)
+    *before, bias, _, hx, cx = aten.mkldnn_rnn_layer_backward.default(*args, workspace)
+    return *before, bias, bias.clone(), hx, cx  # PyTorch returns one tensor for both biases
 
 
 layer = define("lstm_layer", f"({_LAYER}) -> (Tensor, Tensor, Tensor)", _layer, lambda *args: aten.mkldnn_rnn_layer.default(*args)[:3])
