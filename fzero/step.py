@@ -1,7 +1,7 @@
 """What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions eagerly
-through autograd, whatever its transforms: they change how a step is carried out, not what it means.
+through torch.func, whatever its transforms: they change how a step is carried out, not what it means.
 """
 
 from __future__ import annotations
@@ -132,19 +132,22 @@ class Step:
         kwargs = {"key": fzrandom.fold_in(state.key, state.step)} if wants_key(self.loss_fn) else {}
 
         mutable = self.mutates(state.params)
-        if not trained:
-            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
-        with plainly("train_step"), torch.enable_grad():
-            values = [leaves[i].detach().requires_grad_() for i in trained]
+        made: dict[str, Any] = {}
+
+        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[list[torch.Tensor], dict[int, torch.Tensor]]]:
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
             parts, aux, new = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux, self.mutable is not None)
             flatten_means(aux)
+            flat, made["aux"] = tree.flatten(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
-            value = parts.total if parts.count is None else parts.total / parts.count
-            flat = torch.autograd.grad(value, values, allow_unused=True, materialize_grads=True)
-        value, aux = value.detach(), tree.map(torch.Tensor.detach, aux)
-        by_index = dict(zip(trained, flat, strict=True))
+            return parts.total if parts.count is None else parts.total / parts.count, (flat, changed)
+
+        if not trained:
+            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+        with plainly("train_step"):
+            flat, (value, (aux_leaves, changed)) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
+        by_index, aux = dict(zip(trained, flat, strict=True)), tree.unflatten(made["aux"], aux_leaves)
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))

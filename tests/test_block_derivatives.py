@@ -174,12 +174,6 @@ def test_equal_to_autograd(name: str) -> None:
     torch.testing.assert_close(in_fzero(CASES[name]), in_torch(CASES[name]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [gradient_penalty, third_derivative])
-def test_the_plain_step_takes_derivatives_of_the_users_own(loss: Callable[[Any, Any], torch.Tensor]) -> None:
-    report = fz.testing.check_equivalent(fz.remat("full")(fz.train_step(loss, optim.sgd(0.1))), PARAMS, BATCH, fz.make_mesh(data=1), steps=1)
-    assert report.equivalent
-
-
 def test_a_derivative_keeps_the_first_order_a_line_of_its_own() -> None:
     """Where nobody differentiates the derivative, a block's backward is one line still."""
     program = fz.lower(fz.train_step(first_order_maml, optim.sgd(0.1)), fz.AbstractMesh(data=1), PARAMS, BATCH).program

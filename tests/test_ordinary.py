@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
 from fzero import compat, optim
@@ -146,7 +145,7 @@ def test_recurrent_layers_train_as_pytorch(name):
 
 def test_a_layer_whose_gradients_pytorch_returns_as_one_tensor():
     """Both biases of an LSTM have one gradient: fakes of it are one tensor in a process's first trace, and two in its others."""
-    FakeTensorMode.cache_clear()
+    compat.FakeTensorMode.cache_clear()
     module = nn.LSTM(3, 5, batch_first=True)
     params = {k: v.detach().clone() for k, v in module.named_parameters()}
     step = fz.train_step(lambda p, x: fz.block(lambda p, x: torch.func.functional_call(module, p, (x,))[0])(p, x).square().mean(), optim.sgd(0.1))
