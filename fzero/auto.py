@@ -4,16 +4,21 @@
 and of the last one as little as will do, in steps of 1/8, found by bisection. Of what is on disk, as much as there is room for comes back to the host. Each
 ladder ends at its first rung that fits, taken with that share and with all of its roles: some updates are quicker when all that they read is in one place.
 Of what the ladders come to, the plan says which is fastest.
+
+[Note: bounds] Each program that is looked at takes time to make, so it is made only where it may matter: not if what rests on a tier is too much for it
+already, and for its time not if the disk alone takes longer than the best step found so far.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fzero.budget import ENDS, Budget, Choice
 from fzero.errors import BudgetError, FzeroValueError, message
-from fzero.program.ir import Program
+from fzero.progress import Progress
+from fzero.schedule.memory import resting_bytes
 from fzero.schedule.plan import Decision, peak_bytes, step_seconds
 from fzero.transforms.offload import ROLES, Offload
 from fzero.units import duration
@@ -68,7 +73,7 @@ class _Share:
 Shares = tuple[_Share, ...]
 
 
-def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool) -> tuple[Records, Decision]:
+def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None = None) -> tuple[Records, Decision]:
     """The records that take the place of an `offload("auto")`, and why.
 
     Args:
@@ -77,11 +82,12 @@ def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, uni
         auto: the record.
         budget: to fit.
         unified: whether host and device are one memory: then nothing is sent to the host.
+        progress: is told how far the search is.
 
     Raises:
         BudgetError: nothing fits, with what the least of each ladder takes of every tier.
     """
-    return _Search(build, least, auto, budget, unified).run()
+    return _Search(build, least, auto, budget, unified, progress).run()
 
 
 def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
@@ -103,18 +109,20 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 
 class _Search:
-    def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool):
-        self.build, self.least, self.auto, self.budget, self.unified = build, least, auto, budget, unified
+    def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None):
+        self.build, self.least, self.auto, self.budget, self.unified, self.progress = build, least, auto, budget, unified, progress
         self.variants: dict[Shares, Variants] = {}
-        self.peaks: dict[tuple[Shares, float], Peaks] = {}
+        self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
+        self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
 
     def run(self) -> tuple[Records, Decision]:
         if self._fits(()):
             return (), Decision("offload", "nothing", "the step fits as it is")
-        found: dict[Shares, float] = {}
+        found = self.found
         for ladder in self._ladders():
             for shares in self._climb(ladder):
-                found[shares] = self._seconds(shares)
+                if shares not in found and self._floor(shares) < min(found.values(), default=math.inf):
+                    found[shares] = self._seconds(shares)
         if not found:
             raise self._unmet()
         best, *others = sorted(found, key=lambda shares: found[shares])
@@ -158,46 +166,70 @@ class _Search:
     def _records(self, shares: Shares) -> Records:
         return tuple(record for share in shares for record in share.records(self.auto))
 
-    def _program(self, shares: Shares, on_host: float) -> Program:
-        return self._variants(shares)(replace(self.least, host_share=on_host))
-
     def _variants(self, shares: Shares) -> Variants:
         if shares not in self.variants:
             self.variants[shares] = self.build(self._records(shares))
         return self.variants[shares]
 
-    def _peaks(self, shares: Shares, on_host: float) -> Peaks:
-        if (shares, on_host) not in self.peaks:
-            self.peaks[shares, on_host] = peak_bytes(self._program(shares, on_host), self.budget.device, self.budget.backend)
-        return self.peaks[shares, on_host]
+    def _peaks(self, shares: Shares, way: Choice) -> Peaks:
+        if (shares, way) not in self.peaks:
+            self.peaks[shares, way] = peak_bytes(self._variants(shares)(way), self.budget.device, self.budget.backend)
+            if self.progress is not None:
+                best = min(self.found, key=lambda shares: self.found[shares], default=None)
+                self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
+        return self.peaks[shares, way]
 
-    def _ends(self, shares: Shares) -> tuple[float, ...]:
-        """How much of the updates may run on the host: all, or, if that is open, nothing. What lies between is looked at afterwards."""
-        return ENDS if self._variants(shares).open_side else ENDS[:1]
+    def _ways(self, shares: Shares) -> list[Choice]:
+        """Where updates may run and gradients wait, what takes least of the device first: all updates on the host, or, if that is open, none; what lies
+        between is looked at afterwards."""
+        variants = self._variants(shares)
+        sides = ENDS if variants.open_side else ENDS[:1]
+        return [replace(self.least, host_share=share, grads=grads) for share in sides for grads in reversed(variants.grads(self.least))]
 
-    def _fitting(self, shares: Shares) -> list[float]:
-        return [on_host for on_host in self._ends(shares) if not self.budget.over(self._peaks(shares, on_host))]
+    def _fitting(self, shares: Shares) -> list[Choice]:
+        return [way for way in self._ways(shares) if not self.budget.over(self._peaks(shares, way))]
 
     def _fits(self, shares: Shares) -> bool:
-        return bool(self._fitting(shares))
+        return not self.budget.over(self._resting(shares)) and any(not self.budget.over(self._peaks(shares, way)) for way in self._ways(shares))
 
     def _over(self, tier: int, shares: Shares) -> bool:
-        """Whether it takes too much of the device (0) or the host (1). On the host an update takes less of the device."""
-        limit, ends = self.budget.limits[tier], self._ends(shares)
-        return limit is not None and all(self._peaks(shares, on_host)[tier] > limit for on_host in (ends if tier else ends[:1]))
+        """Whether it takes too much of the device (0) or the host (1)."""
+        limit = self.budget.limits[tier]
+        if limit is None or self._resting(shares)[tier] > limit:
+            return limit is not None
+        ways = self._ways(shares)
+        return all(self._peaks(shares, way)[tier] > limit for way in (ways if tier else ways[:1]))
 
     def _seconds(self, shares: Shares) -> float:
-        programs = [self._program(shares, on_host) for on_host in self._fitting(shares)]
+        programs = [self._variants(shares)(way) for way in self._fitting(shares)]
         return min(step_seconds(program, self.budget.device, self.budget.backend) for program in programs)
+
+    # --- what it takes at least, which no program is needed for ---
+
+    def _resting(self, shares: Shares) -> Peaks:
+        base = self._variants(shares).base
+        device, host, disk = (resting_bytes(base, tier) for tier in ("device", "host", "disk"))
+        return device, host, disk
+
+    def _floor(self, shares: Shares) -> float:
+        """Seconds for which the disk is busy: what is updated there is read and written."""
+        base, device = self._variants(shares).base, self.budget.device
+        written = {w for line in base.lines if line.op == "update" for w in line.writes}
+        leaves = [leaf for name, leaf in base.leaves.items() if name in written and leaf.layout.tier == "disk"]
+        nbytes = sum(leaf.shard_numel(base.mesh) * leaf.dtype.itemsize for leaf in leaves)
+        return nbytes / device.disk_read.bandwidth + nbytes / device.disk_write.bandwidth
 
     def _unmet(self) -> BudgetError:
         over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
+        for shares in self.variants:  # of what was never made all that it takes is more
+            over.setdefault(shares, (self.budget.over(self._resting(shares)), self._resting(shares)))
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
         problems = []
         for shares in least.values():
-            limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
+            peaks = min((self._peaks(shares, way) for way in self._ways(shares)), key=self.budget.over)
+            limits = zip(("device", "host", "disk"), peaks, self.budget.limits, strict=True)
             needs = [f"{where} {need:,} bytes" + (f" of {limit:,}" if limit is not None else "") for where, need, limit in limits if need]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
         fix = "raise a budget" if self.auto.path else 'give it a disk, fz.offload("auto", path=DIR), or raise a budget'

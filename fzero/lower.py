@@ -41,6 +41,7 @@ from fzero.program.trace import Inputs
 from fzero.program.training import Precision, Training
 from fzero.program.verify import verify
 from fzero.program.watch import Watched
+from fzero.progress import Progress
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
@@ -170,8 +171,14 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
         choice = fastest(variants, shared, budget) or least
         return _fitting(lowered(variants.verified(choice), choice=choice))
-    chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in starts]
-    choice = fastest(variants, [c for c in chosen if c is not None], budget)
+
+    def best(grads: Sequence[str]) -> Choice | None:
+        asked = (replace(start, grads=where) for start in starts for where in grads)
+        chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in asked]
+        return fastest(variants, [c for c in chosen if c is not None], budget)
+
+    *sooner, last = variants.grads(least)
+    choice = best(sooner) or best([last])
     if choice is None:
         found = plan(variants.verified(least), budget.device, backend=budget.backend)
         more = found.peak_bytes > budget.nbytes
@@ -289,7 +296,12 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         base = replace(traced.base, leaves=leaves, transforms=asked.transforms)
         return traced.variants.like(_with_copies(base, asked, mesh, rests))
 
-    records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory)
+    progress = Progress("fzero.offload('auto')") if not isinstance(mesh, Mesh) or mesh.rank == 0 else None
+    try:
+        records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory, progress)
+    finally:
+        if progress is not None:
+            progress.close()
     return with_(records), (decision,)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fzero.budget import Choice
+from fzero.budget import ENDS, Choice
 from fzero.program.early import early
 from fzero.program.guess import TIERS, guess, num_guessable
 from fzero.program.ir import Program
@@ -32,6 +32,7 @@ class Variants:
     """The finished program of each choice.
 
     Attributes:
+        base: what all are made from.
         open_side: whether it is open on which side what rests off the device is updated.
 
     Args:
@@ -42,7 +43,7 @@ class Variants:
     """
 
     def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):
-        self._base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
+        self.base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
         self._blocks: dict[Any, Choices] = {}
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
@@ -51,9 +52,18 @@ class Variants:
 
     def guesses(self, least: Choice) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be."""
-        off = {leaf.layout.tier for leaf in self._base.leaves.values()} - {"device"}
+        off = {leaf.layout.tier for leaf in self.base.leaves.values()} - {"device"}
         counts = [0, *(num_guessable(self._stages(least)[-1], tiers) if off else 0 for tiers in TIERS)]
         return [replace(least, guess=tiers) for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False) if more > fewer]
+
+    def grads(self, least: Choice) -> list[str]:
+        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least of the device's memory."""
+        program, found = self._stages(least)[-1], dict[Any, str]()
+        for grads in tiers.GRADS:
+            waiting = [tiers.waiting_on_host(program, tiers.updated_on_device(program, share), grads) for share in ENDS]
+            if tuple(waiting) not in found or grads == "update":
+                found[tuple(waiting)] = grads
+        return list(found.values())
 
     def like(self, base: Program) -> Variants:
         """Those of another base program with the same blocks."""
@@ -65,9 +75,10 @@ class Variants:
         """The program of a choice, not verified: the same object for choices that come to the same."""
         program = self._stages(choice)[-1]
         on_device = tiers.updated_on_device(program, choice.host_share)
-        key = (*self._key(choice), choice.order, on_device, choice.guess)
+        waiting = tiers.waiting_on_host(program, on_device, choice.grads)
+        key = (*self._key(choice), choice.order, on_device, waiting, choice.guess)
         if key not in self._finished:
-            self._finished[key] = finished(program, choice.order, on_device, choice.guess)
+            self._finished[key] = finished(program, choice.order, on_device, choice.guess, waiting)
         return self._finished[key]
 
     def verified(self, choice: Choice) -> Program:
@@ -78,12 +89,12 @@ class Variants:
             return check(verify(self(choice)))
 
     def _key(self, choice: Choice) -> tuple[Any, bool]:
-        return remat.kept(self._base, choice.remat, self._blocks), choice.whole_grads
+        return remat.kept(self.base, choice.remat, self._blocks), choice.whole_grads
 
     def _stages(self, choice: Choice) -> tuple[Program, ...]:
         kept, whole = key = self._key(choice)
         if kept not in self._looped:
-            program = remat.rewrite(self._base, choice.remat, self._blocks)
+            program = remat.rewrite(self.base, choice.remat, self._blocks)
             self._looped[kept] = program, accumulate.rewrite(program, self._num_micro, self._batch)
         if key not in self._spread:
             program = spread.rewrite(self._looped[kept][1], self._zero, whole)
@@ -92,6 +103,8 @@ class Variants:
         return *self._looped[kept], *self._spread[key]
 
 
-def finished(program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = ()) -> Program:
+def finished(
+    program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = (), waiting: frozenset[str] = frozenset()
+) -> Program:
     """A program whose update is cut, that of leaves on some tiers on a guess, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device, waiting), choice)))
