@@ -254,3 +254,27 @@ def ties(flat: list[Any]) -> list[int]:
     """
     first: dict[int, int] = {}
     return [first.setdefault(id(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(flat)]
+
+
+def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool], predicate: str) -> list[str]:
+    """What is wrong where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
+
+    Args:
+        paths: of the leaves.
+        tied: of each the first that is the same tensor, as of `ties`.
+        accepted: what the predicate says of each.
+        predicate: its name.
+
+    Example:
+        >>> torn_ties(["a", "b", "c"], [0, 0, 2], [False, True, True], "trainable")
+        ['a and b are one tensor: `trainable` accepts b, not a']
+    """
+    groups: dict[int, list[int]] = {}
+    for i, first in enumerate(tied):
+        groups.setdefault(first, []).append(i)
+    problems = []
+    for group in groups.values():
+        every, yes, no = (" and ".join(paths[i] for i in group if accepted[i] in wanted) for wanted in ((True, False), (True,), (False,)))
+        if yes and no:
+            problems.append(f"{every} are one tensor: `{predicate}` accepts {yes}, not {no}")
+    return problems

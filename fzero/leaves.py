@@ -14,7 +14,7 @@ import torch
 from fzero import compat, tree
 from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, ties
+from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState
@@ -72,12 +72,22 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inp
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
-    if precision is not None:
-        precision.check_ties(leaves, tied)
+    _check_ties(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
         fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
+
+
+def _check_ties(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
+    """Raises naming the tied leaves of which a transform is about some paths alone. fp8 asks all paths (transforms/fp8.py)."""
+    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+    for transform in step.transforms:
+        if not isinstance(transform, (MixedPrecision, Offload, shard.Parallel)) or transform.where is None:
+            continue
+        accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
+        if torn := torn_ties([leaf.path for leaf in leaves], tied, accepted, "where"):
+            raise TransformError(message(transform.name, "`where` accepts some paths of tied leaves alone", torn, "accept all the paths of a leaf, or none"))
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:

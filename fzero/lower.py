@@ -51,7 +51,7 @@ from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
-from fzero.units import parse_bytes
+from fzero.units import parse_budgets
 from fzero.variants import Variants, finished
 
 
@@ -143,7 +143,7 @@ def lower(
         axes: dict[str, Any] = mesh.axes
         mesh = AbstractMesh(device_type=kind, **axes)
     step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
-    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen = Budget(nbytes, rates, backend, host, disk), ()
     if isinstance(step, Step):
         step, chosen = resolve(step, mesh, params, batch_inputs(batch), budget)
@@ -214,17 +214,8 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
     zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
-    problems: list[str] = []
-    micro = replace(batch, leaves=tuple(replace(x, shape=accumulate.micro_shape(x.path, x.shape, num_micro, problems)) for x in batch.leaves))
-    if problems:
-        raise FzeroValueError(
-            message(
-                "accumulate",
-                f"the batch of a rank does not divide into {num_micro} micro-batches",
-                problems,
-                "choose a batch that is a multiple of ranks x micro-batches",
-            )
-        )
+    shapes = record_.micro_shapes(batch.leaves) if record_ else [x.shape for x in batch.leaves]
+    micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
     trains = step.trains(abstract_params(params))
     if not any(trains):
         raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
@@ -248,9 +239,9 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
-    shapes = {batch.leaves[i].path: batch.leaves[i].shape for i in batch.distinct}
+    cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, shapes), opt_state, structure, loops, watched)
+    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut), opt_state, structure, loops, watched)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:

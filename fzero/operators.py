@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 
-def define(name: str, schema: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+def define(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The operator `fzero::name`, on every device, without gradients; under `vmap` it runs once a row.
 
     Args:
-        name, schema: of the operator, one tensor its result.
+        name, schema: of the operator. For `vmap`, one tensor is its result.
         eager: what it computes.
-        fake: shape and dtype of the result, from those of the arguments.
+        fake: shapes and dtypes of the results, from those of the arguments.
     """
     torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients

@@ -16,8 +16,9 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.layout import ties
+from fzero.layout import ties, torn_ties
 from fzero.optim import GradientTransformation, global_norm
+from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.record import plainly
@@ -60,13 +61,24 @@ class Step:
         return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
     def trains(self, params: Any) -> list[bool]:
-        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts."""
+        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts.
+
+        Raises:
+            FzeroTypeError: complex leaves that would be.
+            FzeroValueError: a tied leaf of which `trainable` accepts some paths alone.
+        """
+        flat, paths = tree.leaves(params), tree.paths(params, "params")
         with compat.no_modes():  # in a trace they are not part of what is traced
-            meta = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
-        return [
-            x.is_floating_point() and (self.trainable is None or bool(self.trainable(p, x)))
-            for p, x in zip(tree.paths(params, "params"), tree.leaves(meta), strict=True)
+            meta = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in flat]
+        accepted = [
+            (x.is_floating_point() or x.is_complex()) and (self.trainable is None or bool(self.trainable(p, x))) for p, x in zip(paths, meta, strict=True)
         ]
+        if wrong := [f"{p}: {tree.describe(x)}" for p, x, trained in zip(paths, meta, accepted, strict=True) if trained and x.is_complex()]:
+            fix = "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
+            raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
+        if torn := torn_ties(paths, ties(flat), accepted, "trainable"):
+            raise FzeroValueError(message("train_step", "tied leaves are trained by some of their paths alone", torn, "accept all their paths, or none"))
+        return accepted
 
     def optimized(self, params: Any) -> Any:
         """The parameters as the optimizer sees them: None for a leaf that is not trained, and for every tie but the first."""
@@ -99,8 +111,7 @@ class Step:
 
         Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`.
         """
-        if not isinstance(state, State):
-            raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with step.init"))
+        check_state(state, "make one with step.init")
         check_batch(batch)
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
@@ -160,12 +171,15 @@ def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *
         optimizer: a pair `init(params)`, `update(grads, opt_state, params)`: see `fzero.optim`.
         has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over ranks and
             micro-batches, `fz.weighted` ones exactly.
-        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves are never trained.
+        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves are never trained, and complex ones are
+            to be refused. Of a tied leaf it accepts all paths, or none.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`.
+        FzeroTypeError: an optimizer without `init` and `update`; from the step, a complex leaf that is not refused.
+        FzeroValueError: from the step, a tied leaf that `trainable` accepts by some of its paths alone.
+        TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.
 
     Example:
         >>> import torch
@@ -182,7 +196,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *
         problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     if problems:
         raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, "write loss_fn(params, batch), or loss_fn(params, batch, *, key)"))
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+    if not is_transformation(optimizer):
         raise FzeroTypeError(
             message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
         )
@@ -209,7 +223,7 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
 
     Args:
         total: 0-dim floating-point tensor, the sum.
-        count: how many were summed: a number or a 0-dim tensor.
+        count: how many were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
 
     Example:
         >>> import torch
@@ -279,6 +293,22 @@ def check_batch(batch: Any) -> None:
     wrong = _not_dense(batch, "batch")
     if wrong:
         raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
+
+
+def check_state(state: Any, fix: str) -> None:
+    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the optimizer's."""
+    if not isinstance(state, State):
+        raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix=fix))
+    scalars = {"step": (state.step, ()), "key": (state.key, (3,))}
+    wrong = [
+        f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
+        for name, (x, shape) in scalars.items()
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or tuple(x.shape) != shape
+    ]
+    if not isinstance(state.extras, dict):
+        wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
+    if wrong:
+        raise FzeroTypeError(message("step", "this is no state of a step", wrong, fix))
 
 
 def check_params(params: Any) -> None:

@@ -28,6 +28,18 @@ def parse_bytes(size: Any) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | None, int | None]:
+    """The bytes of three budgets, None where there is none. Nothing runs in no memory; a host or a disk may have none to spare.
+
+    Raises:
+        FzeroValueError: what is no amount, or a memory budget of 0.
+    """
+    nbytes, on_host, on_disk = (None if x is None else parse_bytes(x) for x in (memory, host, disk))
+    if nbytes == 0:
+        raise FzeroValueError(message("plan", f"memory_budget={memory!r}: nothing runs in no memory", fix="give what each rank may use, or leave it out"))
+    return nbytes, on_host, on_disk
+
+
 def size(nbytes: int) -> str:
     """Bytes as text, to about three digits; a few of them exactly.
 

@@ -39,7 +39,7 @@ class Variants:
         base: a base program that trains.
         zero: what its parallel transforms ask for.
         num_micro: micro-batches.
-        batch: the whole shape of each batch input on this rank, by name.
+        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
     """
 
     def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.optim.leaves import add_up, check_floating, leafwise, sum_of_squares
 from fzero.optim.rounding import stochastic_round
 from fzero.tree import Tree
@@ -31,6 +31,11 @@ class EmptyState(NamedTuple):
     """The state of a transformation that remembers nothing."""
 
 
+def is_transformation(value: Any) -> bool:
+    """Whether a value has the two functions of an optimizer."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
 def stateless(fn: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
     """The transformation `updates = fn(grads, params)`."""
 
@@ -51,6 +56,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Memory: the sum over the parts. State: the tuple of their states.
 
     Raises:
+        FzeroTypeError: an argument that is not a pair of init and update.
         FzeroValueError: update was given the state of another chain.
 
     Example:
@@ -61,6 +67,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> updates
         {'w': tensor([-0.1000, -0.1000])}
     """
+
+    wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transformations) if not is_transformation(t)]
+    if wrong:
+        fix = "e.g. optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))"
+        raise FzeroTypeError(message("optim.chain", "takes optimizers, and parts of such", wrong, fix))
 
     def init(params: Tree) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transformations)

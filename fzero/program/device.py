@@ -15,22 +15,25 @@ import torch.fx as fx
 from fzero import compat
 from fzero.program.ordered import IN_ORDER
 from fzero.program.record import Recorded, Recorder
+from fzero.program.recurrent import LSTM
 from fzero.program.scaled import multiply, scaled_mm
 
 aten = torch.ops.aten
 
 
-def on_device(graph: Recorded, device: torch.device) -> Recorded:
-    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones, in 8 bits as it has
-    them (fzero/program/scaled.py); on a CPU, what is added up at indices in their order (fzero/program/ordered.py).
+def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
+    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones (`slow`: these dtypes,
+    asked of the device without it), in 8 bits as it has them (fzero/program/scaled.py); on a CPU, what is added up at indices in their order
+    (fzero/program/ordered.py) and layers of LSTMs (fzero/program/recurrent.py).
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
     arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16 matrices likewise.
     """
-    slow = frozenset(dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device))
+    if slow is None:
+        slow = [dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device)]
     rules = {op: _in_float32(op, slow) for op in _MATMULS} if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes) else {}
     rules[scaled_mm] = multiply
-    return substituted(graph, {**rules, **IN_ORDER} if device.type == "cpu" else rules)
+    return substituted(graph, {**rules, **IN_ORDER, **LSTM} if device.type == "cpu" else rules)
 
 
 @functools.cache
@@ -75,8 +78,8 @@ def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Rec
             recorder.input(fake, place.name)
         module = graph.module()
         for name, value in graph.constants.items():
-            recorder.constants[name] = value
-            recorder.track(fake := mode.from_tensor(value), recorder.graph.create_node("get_attr", name))
+            fake = mode.from_tensor(value)
+            recorder.constant(name, value, fake)
             setattr(module, name, fake)
         with recorder:
             outputs = Interpreter(module).run(*fakes)
@@ -97,7 +100,7 @@ _MATMULS = {
 
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
-    first = value[0] if isinstance(value, (tuple, list)) else value
+    first = next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value  # a convolution may give its first input no gradient
     return first.dtype
 
 

@@ -167,7 +167,7 @@ class Function:
 class Program:
     """A step: inputs (the leaves of the state, then the batch), lines, and the names of the outputs.
 
-    `leaves` is the leaf table: how every input that is part of a state rests, by name.
+    `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them that get a new value in each step.
     """
 
     name: str
@@ -179,6 +179,7 @@ class Program:
     functions: Mapping[str, Function]
     transforms: tuple[Any, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
+    assigns: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
     pool_bytes: int = 0
     host_pool_bytes: int = 0

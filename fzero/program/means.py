@@ -42,6 +42,15 @@ def split_loss(result: Any, has_aux: bool) -> tuple[Loss, Any]:
         problems.append(f"{'loss' if loss.count is None else 'total'} is {tree.describe(loss.total)}, not floating point")
     if problems:
         raise FzeroTypeError(message("train_step", "the loss is not a scalar tensor", problems, "reduce it with .mean(), or return fz.weighted(total, count)"))
+    if loss.count is not None and loss.count.requires_grad:
+        raise TraceError(
+            message(
+                "train_step",
+                "the count of a weighted loss depends on trainable parameters",
+                ["count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their quotient through it"],
+                "detach it: fz.weighted(total, count.detach()); or return total / count, a mean of the parts' means",
+            )
+        )
     if not loss.total.requires_grad:
         raise TraceError(
             message(

@@ -70,6 +70,11 @@ class Recorder(compat.TorchDispatchMode):
         self.track(tensor, node)
         return node
 
+    def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`tensor` stands for a literal of the function."""
+        self.constants[name] = value
+        self.track(tensor, self.graph.create_node("get_attr", name))
+
     def track(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """From here on `tensor` is the value of `node`."""
         node.meta["val"] = tensor
@@ -162,8 +167,8 @@ class Recorder(compat.TorchDispatchMode):
             return
         name = f"literal_{len(self.constants)}"
         with compat.no_modes():  # a real copy, not one of the mode that traces
-            self.constants[name] = value.clone()
-        self.track(out, self.graph.create_node("get_attr", name))
+            copy = value.clone()
+        self.constant(name, copy, out)
 
     def _where(self, tensor: torch.Tensor) -> str:
         """The name under which the traced function reaches a tensor that is not its argument, as far as it can be found."""
@@ -279,7 +284,7 @@ def record(
     if changed:
         raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead (x = x + y for x += y)"))
     if mutates:
-        recorded, _ = _record(torch.func.functionalize(recorded.module()), inputs, owner, names, source)
+        recorded = functional(recorded, owner)
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()
     return recorded
@@ -316,3 +321,65 @@ def _record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], owner: str, 
     with torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder:
         outputs = fn(*inputs)
     return recorder.finish(outputs), recorder.mutates
+
+
+# --- without in-place operations ---
+
+torch.library.define("fzero::recorded_call", "(Tensor[] xs, int index) -> Tensor[]")
+_CALL = torch.ops.fzero.recorded_call.default
+
+
+def functional(graph: Recorded, owner: str) -> Recorded:
+    """The same function without in-place operations, recorded under the mode of its fake tensors: what reads a tensor after it was overwritten reads the new
+    value. A call of a block stays one node; it reads what its arguments were when it was called, and so does its vjp."""
+    inputs, names = graph.inputs, list(graph.constants)
+    again = _Again(owner, graph)
+    for node in inputs:
+        again.input(node.meta["val"], str(node.target)).meta.update(node.meta)
+    literals = [compat.new_fake(inputs[0].meta["val"].fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in graph.constants.values()]
+    for name, literal in zip(names, literals, strict=True):
+        again.constant(name, graph.constants[name], literal)
+
+    def run(*xs: torch.Tensor) -> Any:
+        return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
+
+    with torch.no_grad(), again:
+        outputs = torch.func.functionalize(run)(*(n.meta["val"] for n in inputs), *literals)
+    return again.finish(outputs)
+
+
+class _Calls(fx.Interpreter):
+    """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no view."""
+
+    def __init__(self, graph: Recorded, calls: list[fx.Node], literals: dict[str, torch.Tensor]):
+        super().__init__(torch.nn.Module(), graph=graph.graph)
+        self._of, self._literals = calls, literals
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._literals[target]
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or compat.is_operator(n.target) or n.target is operator.getitem:
+            return super().run_node(n)
+        (_, _, *xs), _ = self.fetch_args_kwargs_from_env(n)
+        return _CALL(xs, self._of.index(n))
+
+
+class _Again(Recorder):
+    def __init__(self, owner: str, graph: Recorded):
+        super().__init__(owner)
+        self.calls = [n for n in graph.graph.nodes if n.op == "call_function" and not (compat.is_operator(n.target) or n.target is operator.getitem)]
+        self._inputs: dict[int, tuple[fx.Node, ...]] = {}  # of each call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _CALL:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        xs, index = args
+        node = self.calls[index]
+        joint, call, *_ = node.args
+        given = tuple(map(self.node, xs))
+        before = self._inputs.setdefault(call, given)
+        values = [n.meta["val"] for n in sorted(node.users, key=lambda n: n.args[1])]
+        outputs = [compat.new_fake(v.fake_mode, v.shape, v.dtype, v.device, v.stride()) for v in values]
+        self.call(node.target, (joint, call, *before, *given[len(before) :]), outputs)
+        return outputs

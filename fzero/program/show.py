@@ -93,7 +93,7 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
             in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
             notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]
-            return Printed(depth, f"{name}({args}{into})", out, types, ", ".join(notes))
+            return Printed(depth, f"{name}({args}{into if args else into[2:]})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
             sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))

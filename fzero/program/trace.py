@@ -20,7 +20,7 @@ from fzero.layout import Leaf
 from fzero.program.block import Blocks, Joint, call_block, call_vjp
 from fzero.program.ir import Function, Line, Value
 from fzero.program.names import Names
-from fzero.program.record import Recorded, Recorder, plainly
+from fzero.program.record import Recorded, Recorder, functional, plainly
 from fzero.program.segment import ancestors, extract, signature, views_of
 
 
@@ -85,16 +85,10 @@ def run_traced(
         raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead"))
     graph = recorder.finish(outputs)
     if recorder.mutates:
-        raise TraceError(
-            message(owner, "changes a tensor in place outside a block", [_mutations(graph)], "write y = y + x for y += x, or move the code into a @fz.block")
-        )
+        with mode:
+            graph = functional(graph, owner)
     graph.graph.eliminate_dead_code()
     return graph
-
-
-def _mutations(graph: Recorded) -> str:
-    ops = {str(n.target) for n in graph.graph.nodes if n.op == "call_function" and getattr(getattr(n.target, "_schema", None), "is_mutable", False)}
-    return ", ".join(sorted(ops))
 
 
 # --- lines from a graph ---
@@ -162,8 +156,8 @@ class Lines:
         inside = set(run)
         # A block that takes a view of a parameter needs it as a value: such views join the run before it.
         outputs = [n for n in run if any(u not in inside for u in n.users)]
-        wanted_views = [n for n in self._views if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users)]
-        outputs += wanted_views
+        wanted_views = (n for n in self._views if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users))
+        outputs += sorted(wanted_views)  # in the order of the graph: a set has the order of addresses
         if not outputs:
             return
         inputs = [n for n in _inputs_of(outputs, inside | self._views) if n not in inside]

@@ -13,7 +13,7 @@ from fzero.step import EvalStep, Step
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision, begun
-from fzero.units import parse_bytes
+from fzero.units import parse_budgets
 
 
 def compile(
@@ -66,7 +66,7 @@ def compile(
     for record in (find(step.transforms, MixedPrecision), find(step.transforms, Fp8)):
         if record is not None:
             record.check_device(mesh.device)
-    nbytes, host, disk = (None if size is None else parse_bytes(size) for size in (memory_budget, host_budget, disk_budget))
+    limits = parse_budgets(memory_budget, host_budget, disk_budget)
     if isinstance(step, EvalStep):
-        return CompiledEval(step, mesh, backend, (nbytes, host, disk))
-    return CompiledStep(step, mesh, backend, (nbytes, host, disk), batch)
+        return CompiledEval(step, mesh, backend, limits)
+    return CompiledStep(step, mesh, backend, limits, batch)

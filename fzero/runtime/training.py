@@ -12,7 +12,6 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.auto import check_auto
-from fzero.errors import FzeroTypeError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
 from fzero.lower import Lowered, resolve
@@ -25,7 +24,7 @@ from fzero.runtime.safer import Safer
 from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import AtMinimum, check_finite
 from fzero.schedule.timeline import Event
-from fzero.step import INIT_STREAM, State, Step, check_params
+from fzero.step import INIT_STREAM, State, Step, check_params, check_state
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
@@ -230,8 +229,7 @@ class CompiledStep(Compiled):
         return state, min(measured, key=lambda events: events[-1].start + events[-1].seconds - events[0].start)
 
     def _inputs(self, state: State) -> Inputs:
-        if not isinstance(state, State):
-            raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix="make one with train.init or train.restore"))
+        check_state(state, "make one with train.init or train.restore")
         if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
             found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")

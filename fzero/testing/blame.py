@@ -23,7 +23,7 @@ from fzero.runtime.compile import compile
 from fzero.runtime.resting import load
 from fzero.runtime.training import CompiledStep
 from fzero.step import State, wants_key
-from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, trajectory
+from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.record import recording
 from fzero.testing.report import Blame, FirstLine, Report
@@ -115,7 +115,9 @@ def _batches(s: Setting) -> tuple[int, list[Any]]:
     """How many parts, ranks x micro-batches, the global batch is cut in, and they."""
     record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
-    return num, [tree.map(lambda x, i=i: x.chunk(num)[i] if x.dim() else x, s.whole_batch) for i in range(num)]
+    flat, structure = tree.flatten(s.whole_batch)
+    cut = rows(s.whole_batch, record)
+    return num, [tree.unflatten(structure, [x.chunk(num)[i] if c else x for x, c in zip(flat, cut, strict=True)]) for i in range(num)]
 
 
 def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | None, int]:

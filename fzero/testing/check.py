@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, message
+from fzero.leaves import batch_inputs
 from fzero.lower import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
 from fzero.runtime.compile import compile
@@ -51,7 +52,7 @@ def check_equivalent(
     Args:
         step: a training step with its transforms.
         params: a pytree of tensors with whole leaves, the same on every rank, or a function of a key that returns one. They are not written.
-        batch: this rank's part of the global batch, as for a compiled step. A 0-dim leaf is the same on every rank.
+        batch: this rank's part of the global batch, as for a compiled step. What `accumulate` does not cut is the same on every rank.
         mesh: from `make_mesh`; by default the one of all processes that torchrun started.
         steps: to take, at least 1.
         key: int64[3], the same on every rank; by default `fz.random.key(0)`.
@@ -151,8 +152,8 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
         raise FzeroValueError(message("check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"))
     step, params, batch = begun(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
-    whole_batch = gathered(batch, mesh, axes)
     record = find(step.transforms, Accumulate)
+    whole_batch = gathered(batch, mesh, axes, rows(batch, record))
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     size = roundoff(step, base_program(step, mesh, params, batch), params, parts)
     plain = replace(step, transforms=())
@@ -232,7 +233,12 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+def rows(batch: Any, record: Accumulate | None) -> list[bool]:
+    """Of each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of them."""
+    return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
+
+
+def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[bool]) -> Any:
     """The global batch: the parts of the ranks along these axes, along dim 0."""
     if mesh.axis_size(axes) == 1:
         return batch
@@ -240,7 +246,7 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
     here = [(mesh.index(axes), [x.cpu() for x in flat])]
     parts = dict(part for one in everyones(here, mesh) for part in one)
     in_order = [parts[i] for i in sorted(parts)]
-    whole = [torch.cat(xs).to(mesh.device) if xs[0].dim() else xs[0].to(mesh.device) for xs in zip(*in_order, strict=True)]
+    whole = [torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device) for cut, *xs in zip(has_rows, *in_order, strict=True)]
     return tree.unflatten(structure, whole)
 
 

@@ -6,28 +6,62 @@ Sums and gradients are added up in the dtype they are reduced in, in the order o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fzero.errors import FzeroValueError, message
+import torch
+
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.layout import Leaf
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
+from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied, find
+from fzero.transforms.shard import Where
 
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
     num_micro_batches: int = 1
     vertical: bool = False
+    whole: Where | None = None
     order: ClassVar[int] = 30
     name: ClassVar[str] = "accumulate"
 
     def __str__(self) -> str:
-        return f"accumulate(num_micro_batches={self.num_micro_batches}{', vertical=True' if self.vertical else ''})"
+        whole = "" if self.whole is None else f", whole={getattr(self.whole, '__name__', repr(self.whole))}"
+        return f"accumulate(num_micro_batches={self.num_micro_batches}{', vertical=True' if self.vertical else ''}{whole})"
+
+    def idle(self, step: EvalStep) -> str | None:
+        return "a batch is cut so that gradients add up, and an evaluation has none: call it with each part of the batch"
+
+    def cuts(self, leaf: Leaf) -> bool:
+        """Whether a leaf of the batch is cut: any that has a dim 0 and that `whole` does not accept."""
+        if not leaf.shape:
+            return False
+        return self.whole is None or not self.whole(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+
+    def micro_shapes(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+        """The shapes of the leaves of a rank's batch in one micro-batch.
+
+        Raises:
+            FzeroValueError: leaves that are cut and have another number of rows than the others, or one that cannot be cut in so many parts.
+        """
+        num, cut = self.num_micro_batches, [leaf for leaf in leaves if self.num_micro_batches > 1 and self.cuts(leaf)]
+        rows = Counter(leaf.shape[0] for leaf in cut)
+        usual = max(rows, key=lambda n: (rows[n], n), default=0)
+        if odd := [f"{leaf.path} {list(leaf.shape)}: other leaves have {usual} rows" for leaf in cut if leaf.shape[0] != usual]:
+            fix = f"say which leaves every micro-batch gets whole: fz.accumulate({num}, whole=lambda path, leaf: path == {odd[0].split(' ')[0]!r})"
+            raise FzeroValueError(message(self.name, "the leaves of a batch have different numbers of rows: which of them are rows of the batch?", odd, fix))
+        if wrong := [f"{leaf.path} {list(leaf.shape)}: dim 0 of {leaf.shape[0]} is not a multiple of {num}" for leaf in cut if leaf.shape[0] % num]:
+            fix = "choose a batch that is a multiple of ranks x micro-batches"
+            raise FzeroValueError(message(self.name, f"the batch of a rank does not divide into {num} micro-batches", wrong, fix))
+        return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
 
 
-def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool = False) -> Any:
+def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool = False, whole: Where | None = None) -> Any:
     """Cuts each rank's batch into `num_micro_batches` along dim 0 and runs them one after the other.
 
     Equal to the untransformed step up to the order of summation: a mean is the mean over the whole batch, a `weighted` loss is
@@ -36,9 +70,11 @@ def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool =
 
     Args:
         step: a step, or the number when called without one: `accumulate(4)`.
-        num_micro_batches: at least 1; must divide dim 0 of every batch leaf. 0-dim batch leaves go to each micro-batch whole.
+        num_micro_batches: at least 1; must divide dim 0 of the batch leaves, which is the same for all of them. 0-dim leaves go to each micro-batch whole.
         vertical: all micro-batches pass through a block before the next block begins. Its parameters are gathered, and fetched from the host or from
             disk, once for all of them: what `offload("cpu", "params")` wants, and `shard_params` over slow links.
+        whole: predicate `(path, leaf)` of the batch leaves that go to each micro-batch whole, though they have a dim 0: class weights, position ids, a mask
+            that all rows share. `leaf` is a meta tensor.
 
     Communication: with whole gradients (`data_parallel`, `shard_opt_state`) they are reduced once a step; with `shard_grads` and
         `shard_params` once a micro-batch, so that no whole gradient outlives its block. Vertically once a step whatever the stage, as the last
@@ -48,7 +84,9 @@ def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool =
         gradients, the sum and one micro-batch's, and those of a parameter that several blocks read, from each of them, of all micro-batches.
 
     Raises:
-        FzeroValueError: a number below 1; when the program is built, a batch that it does not divide.
+        FzeroValueError: a number below 1; when the program is built, a batch that it does not divide, or whose leaves have different numbers of rows.
+        FzeroTypeError: a `whole` that is no function.
+        TransformError: a step of `eval_step`, which has no micro-batches.
     """
     if isinstance(step, int):
         step, num_micro_batches = None, step
@@ -56,20 +94,14 @@ def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool =
         raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix="give a whole number of at least 1"))
     if not isinstance(vertical, bool):
         raise FzeroValueError(message("accumulate", f"vertical={vertical!r} is neither True nor False", fix="e.g. fz.accumulate(4, vertical=True)"))
-    return applied(Accumulate(num_micro_batches, vertical), step)
-
-
-def micro_shape(path: str, shape: tuple[int, ...], num: int, problems: list[str]) -> tuple[int, ...]:
-    """Shape of a batch leaf in one micro-batch; what cannot be cut is added to `problems`."""
-    if not shape or num == 1:
-        return shape
-    if shape[0] % num:
-        problems.append(f"{path} {list(shape)}: dim 0 of {shape[0]} is not a multiple of {num}")
-    return (shape[0] // num, *shape[1:])
+    if whole is not None and not callable(whole):
+        fix = "e.g. whole=lambda path, leaf: 'class_weights' in path"
+        raise FzeroTypeError(message("accumulate", f"whole={whole!r}: a predicate is a function of (path, leaf)", fix=fix))
+    return applied(Accumulate(num_micro_batches, vertical, whole), step)
 
 
 def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
-    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: the whole shape of each batch input on this rank."""
+    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: this rank's shape of each input that is cut."""
     if num == 1:
         return program
     record = find(program.transforms, Accumulate)
@@ -93,7 +125,7 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()
     names = Names(values)
-    parts = {name: names(f"{name}_part") for name, shape in batch.items() if shape}
+    parts = {name: names(f"{name}_part") for name in batch}
     body = [Line("take_part", (name,), (replace(values[name], name=part),), attrs={"count": num}, by="accumulate") for name, part in parts.items()]
     body += [line.rename(parts) for line in inside]
     totals: dict[str, str] = {}
@@ -137,7 +169,7 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
     lines, summands = _alone(program, names)
     new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
     out: list[Line] = []
-    for whole in (whole for whole, shape in batch.items() if shape):
+    for whole in batch:
         for m in range(num):
             new[m][whole] = names(f"{whole}_micro_{m}")
             out.append(Line("take_part", (whole,), (replace(values[whole], name=new[m][whole]),), attrs={"micro": (m, num)}, by="accumulate"))

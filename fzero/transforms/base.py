@@ -7,12 +7,10 @@ same program. A record that contradicts one already there raises at once and nam
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fzero.errors import FzeroTypeError, TransformError, message
-
-if TYPE_CHECKING:
-    from fzero.step import EvalStep, Step
+from fzero.step import EvalStep, Step
 
 T = TypeVar("T", bound="Transform")
 
@@ -42,13 +40,24 @@ class Transform:
         """Why this and `other` cannot both hold, or None. Two different records of one kind never can."""
         return f"two different {self.name}" if type(self) is type(other) else None
 
+    def idle(self, step: EvalStep) -> str | None:
+        """Why this does nothing to an evaluation, or None."""
+        return None
+
     def __str__(self) -> str:
         shown = [f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) is not None]
         return f"{self.name}({', '.join(shown)})"
 
 
 def applied(record: Transform, step: Step | EvalStep | None) -> Any:
-    """The transformed step, or the transform itself when called without a step."""
+    """The transformed step, or the transform itself when called without a step.
+
+    Raises:
+        TransformError: a transform that an evaluation is given by name, and that does nothing to it. `fz.compose(*train.step.transforms)` may have such.
+    """
+    if isinstance(step, EvalStep) and (reason := record.idle(step)):
+        fix = "leave it out; an evaluation takes over what concerns it of a training step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+        raise TransformError(message(record.name, "does nothing to an evaluation", [f"{record}: {reason}"], fix))
     return record if step is None else record(step)
 
 

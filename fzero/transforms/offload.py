@@ -14,6 +14,7 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf
+from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
@@ -45,6 +46,10 @@ class Offload(Transform):
         if both := [role for role in ROLES if role in self.of and role in other.of]:
             return f"{', '.join(both)}: one tensor sent to two tiers"
         return "the files of a state lie in one place: give both the same path" if self.path and other.path and self.path != other.path else None
+
+    def idle(self, step: EvalStep) -> str | None:
+        masters = any(t.name == "mixed_precision" for t in step.transforms)  # which rest with the optimizer's state
+        return None if "params" in self.of or masters else "it has no optimizer state, and keeps no activations for a backward"
 
     def takes(self, leaf: Leaf) -> bool:
         return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
@@ -105,7 +110,7 @@ def offload(
     Raises:
         FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk);
             a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small, with the numbers.
-        TransformError: two of them for one role.
+        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters.
 
     Example:
         >>> import torch, fzero as fz

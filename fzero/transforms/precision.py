@@ -8,13 +8,12 @@ scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
 from fzero.program.device import computes_in
@@ -73,13 +72,6 @@ class MixedPrecision(Transform):
     @property
     def output_dtype(self) -> torch.dtype | None:
         return None if self.outputs is None else DTYPES[self.outputs]
-
-    def check_ties(self, leaves: Sequence[Leaf], ties: Sequence[int]) -> None:
-        """Raises if a tensor that is several leaves of a tree is to be computed in two precisions."""
-        pairs = [(leaves[t], leaf) for leaf, t in zip(leaves, ties, strict=True) if self.where is not None and self.selects(leaves[t]) != self.selects(leaf)]
-        if pairs:
-            problems = [f"{a.path} and {b.path} are one tensor, and `where` accepts {(a if self.selects(a) else b).path} alone" for a, b in pairs]
-            raise TransformError(message(self.name, "two precisions for one leaf", problems, "accept all the paths of a tied leaf, or none"))
 
     def check_device(self, device: torch.device) -> None:
         """Raises naming the dtypes that a device does not compute in."""

@@ -271,7 +271,8 @@ class _Rewrite:
                 aliases[value.name] = path
                 groups[self._owner(path)].append(path)
         grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
-        attrs = {**line.attrs, "grads": grads, "leaf": aliases, "maxima": tuple(self.renamed.get(m, m) for m in line.attrs["maxima"])}
+        totals = {kind: tuple(self.renamed.get(name, name) for name in line.attrs[kind]) for kind in ("sums", "maxima")}
+        attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
         out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
             handle = self._handle("gather")

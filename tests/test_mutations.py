@@ -1,0 +1,163 @@
+"""Programs broken by hand in every way that a rewrite could break them: each mutation of each line is refused, or changes nothing that is read.
+
+Most of these break a rule that fzero/program/verify.py names; some break none (an op that does not exist, an attribute nobody reads, an axis that the
+mesh lacks), and are refused because what is not allowed is forbidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import VerifyError
+from fzero.program.ir import Line, Placement, Program
+from fzero.program.ops import OPS
+from fzero.program.verify import verify
+
+
+@fz.block
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def loss_fn(params: Any, x: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
+    for p in params["layers"]:
+        x = layer(p, x)
+    return fz.weighted((fz.random.dropout(key, x, 0.1) * params["scale"]).pow(2).sum(), x.numel())
+
+
+PARAMS = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(2)], "scale": torch.ones(4)}
+APART = fz.AbstractMesh(data=2, unified_memory=False)
+PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
+    "stage_0": (fz.data_parallel(), fz.AbstractMesh(data=2)),
+    "stage_1": (fz.shard_opt_state(), fz.AbstractMesh(data=2)),
+    "stage_2_accumulate": (fz.compose(fz.shard_grads(), fz.accumulate(2)), fz.AbstractMesh(data=2)),
+    "stage_3_bf16": (fz.compose(fz.shard_params(), fz.mixed_precision("bf16")), fz.AbstractMesh(data=2)),
+    "stage_3_stochastic": (fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")), fz.AbstractMesh(data=3)),
+    "stage_3_vertical": (fz.compose(fz.shard_params(), fz.accumulate(3, vertical=True)), fz.AbstractMesh(data=2)),
+    "hsdp_fp16": (fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")), fz.AbstractMesh(replica=2, data=2)),
+    "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
+    "offload_nvme": (
+        fz.compose(fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "params"), path="/scratch")),
+        fz.AbstractMesh(data=1, unified_memory=False),
+    ),
+}
+
+
+@functools.cache
+def program_of(name: str) -> Program:
+    transform, mesh = PROGRAMS[name]
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
+    return fz.lower(transform(step), mesh, PARAMS, torch.ones(6, 4)).program
+
+
+def spliced(lines: tuple[Line, ...], path: tuple[int, ...], new: tuple[Line, ...]) -> tuple[Line, ...]:
+    """The lines with others in place of the one at this path."""
+    at, *rest = path
+    line = lines[at]
+    inside = new if not rest else (replace(line, body=spliced(line.body, tuple(rest), new)),)
+    return (*lines[:at], *inside, *lines[at + 1 :])
+
+
+def every_line(lines: tuple[Line, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Line]]:
+    for i, line in enumerate(lines):
+        yield (*path, i), line
+        yield from every_line(line.body, (*path, i))
+
+
+def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    """What a line is broken to, with a name for how. Which of the leaves a line is about, the types cannot know: such swaps are left to `check_equivalent`."""
+    row = OPS[line.op]
+    read = {a for x, _ in program.walk() for a in x.args} | {*program.outputs}
+    if line.writes or line.body or any(v.name in read for v in line.out):
+        yield "dropped", ()
+    if line.out or line.writes:
+        yield "twice", (line, line)
+    yield "another op", (replace(line, op="nothing"),)
+    yield "an attribute nobody knows", (replace(line, attrs={**line.attrs, "surprise": 1}),)
+    for name in row.needs:
+        yield f"without {name}", (replace(line, attrs={k: x for k, x in line.attrs.items() if k != name}),)
+    for name in line.attrs:
+        yield f"{name} of another type", (replace(line, attrs={**line.attrs, name: 1.5j}),) if name != "joint" else ()
+    if line.attrs.get("axes"):
+        yield "an axis that the mesh lacks", (replace(line, attrs={**line.attrs, "axes": ("nowhere",)}),)
+        yield "no axes", (replace(line, attrs={**line.attrs, "axes": ()}),)
+    if "op" in line.attrs:
+        yield "an unknown reduction", (replace(line, attrs={**line.attrs, "op": "mean"}),)
+    if "count" in line.attrs:
+        yield "another count", (replace(line, attrs={**line.attrs, "count": line.attrs["count"] + 5}),)
+    if "micro" in line.attrs and line.op in ("take_part", "part_index"):
+        yield "a micro-batch too far", (replace(line, attrs={**line.attrs, "micro": (9, line.attrs["micro"][1])}),)
+    for i, arg in enumerate(line.args):
+        yield f"argument {i} that is not made", (replace(line, args=(*line.args[:i], "nobody", *line.args[i + 1 :])),)
+        if line.op not in ("all_gather_start", "reduce_scatter_start", "all_reduce_start") or len(line.args) == 1:
+            yield f"argument {i} missing", (replace(line, args=(*line.args[:i], *line.args[i + 1 :])),)
+        if arg in program.leaves and line.op != "take_part":
+            yield f"argument {i} is the batch", (replace(line, args=(*line.args[:i], "batch", *line.args[i + 1 :])),)
+    yield "one argument more", (replace(line, args=(*line.args, "step")),)
+    for i, v in enumerate(line.out):
+        other = torch.float64 if v.dtype != torch.float64 else torch.float32
+        changes = {"shape": (*v.shape, 7), "placement": Placement("shard", ("nowhere",)), "tier": "disk"} | ({"dtype": other} if not row.args else {})
+        changes |= {} if v.placement.kind == "moving" else {"dtype": other}
+        if v.placement.kind == "moving":
+            changes = {"placement": Placement()}
+        for what, x in changes.items():
+            yield f"result {i} of another {what}", (replace(line, out=(*line.out[:i], replace(v, **{what: x}), *line.out[i + 1 :])),)
+    if line.out:
+        yield "a result missing", (replace(line, out=line.out[:-1]),)
+        yield "one result more", (replace(line, out=(*line.out, replace(line.out[0], name="more"))),)
+    if line.writes:
+        yield "writes nothing", (replace(line, writes=()),)
+        yield "writes one less", (replace(line, writes=line.writes[:-1]),)
+        yield "writes the batch", (replace(line, writes=("batch", *line.writes[1:])),)
+    else:
+        yield "writes a leaf", (replace(line, writes=("step",)),)
+    if line.body:
+        yield "an empty body", (replace(line, body=()),)
+    else:
+        yield "a body", (replace(line, body=(Line("zeros", (), (replace(program.inputs[0], name="inside"),)),)),)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_mutation_is_accepted(name: str) -> None:
+    program = program_of(name)
+    tried, accepted = 0, []
+    for path, line in every_line(program.lines):
+        for how, new in mutations(program, line):
+            tried += 1
+            try:
+                verify(replace(program, lines=spliced(program.lines, path, new)))
+            except VerifyError:
+                continue
+            accepted.append(f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}: {how}")
+    assert tried > 200
+    assert not accepted, f"{len(accepted)} of {tried}:\n" + "\n".join(accepted[:40])
+
+
+def test_the_programs_have_every_op() -> None:
+    """Or an op's rule would be broken by nothing here."""
+    seen = {line.op for name in PROGRAMS for line, _ in program_of(name).walk()}
+    assert {*OPS} - seen == {"update", "redo", "zeros"}  # of programs that are not cut, and of guesses: in tests/test_verify.py and tests/test_guess.py
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_leaf_that_is_not_assigned_is_missed(name: str) -> None:
+    """Deleting the assignment of a leaf by hand, whatever kind of line makes it."""
+    program = program_of(name)
+    for path, line in every_line(program.lines):
+        if line.writes and line.op in ("assign", "call"):
+            with pytest.raises(VerifyError, match=r"is never written, but the step assigns it|that no line has written, is stored in it"):
+                verify(replace(program, lines=spliced(program.lines, path, ())))
+
+
+def test_what_the_step_does_not_assign_is_not_written() -> None:
+    program = program_of("stage_0")
+    with pytest.raises(VerifyError, match=r"step is written, but the step does not assign it"):
+        verify(replace(program, assigns=tuple(a for a in program.assigns if a != "step")))

@@ -1,0 +1,166 @@
+"""Code as PyTorch's users write it, in a block and outside one: it trains as PyTorch trains it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero import compat, optim
+from fzero.program.device import on_device
+from fzero.program.record import record
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def wide(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def close(a: Any, b: Any) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True) for x, y in zip(fz.tree.leaves(a), fz.tree.leaves(b), strict=True))
+
+
+def trains_as_pytorch(fn: Loss, params: Any, batch: Any, *, blocks: bool = True) -> None:
+    """Two steps of `fn(params, batch) -> output`, as a block, as a recomputed block and as no block: its loss and parameters are those of the plain step."""
+
+    def loss_of(f: Loss) -> Loss:
+        return lambda p, x: sum(y.float().square().mean() for y in fz.tree.leaves(f(p, x)))  # type: ignore[return-value]
+
+    ways = {"outside": (fn, ()), **({"block": (fz.block(fn), ()), "full": (fz.block(fn), (fz.remat("full"),))} if blocks else {})}
+    plain = fz.train_step(loss_of(fn), optim.sgd(0.1))
+    expected, metrics = plain.init(params), {}
+    for _ in range(2):
+        expected, metrics = plain(expected, batch)
+    assert not close(expected.params, params), "nothing was trained"
+    for name, (f, transforms) in ways.items():
+        train = fz.compile(fz.compose(*transforms)(fz.train_step(loss_of(f), optim.sgd(0.1))), fz.make_mesh(data=1), backend="eager")
+        state, found = train.init(params), {}
+        for _ in range(2):
+            state, found = train(state, batch)
+        assert close(found["loss"], metrics["loss"]), name
+        assert close(state.params, expected.params), name
+
+
+# --- operations ---
+
+
+def convolutions(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = F.conv2d(x, p["first"], p["bias"], padding=1).relu()  # whose input needs no gradient
+    y = F.conv_transpose2d(y, p["second"], stride=2)
+    return F.conv1d(y.flatten(2), p["third"], groups=2)
+
+
+def in_place_beside_literals(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y, scale = x @ p["w"], torch.tensor([1.0, 2.0])
+    y += torch.tensor([1.0, -1.0])
+    scale *= 2  # a literal itself
+    y[:, :1].mul_(scale[1])
+    return y[:, torch.tensor([1, 0])] * scale
+
+
+CASES: dict[str, tuple[Loss, Any, Any]] = {
+    "convolutions": (convolutions, {"first": wide(4, 3, 3, 3), "bias": wide(4), "second": wide(4, 2, 2, 2), "third": wide(4, 1, 3)}, wide(2, 3, 6, 6)),
+    "in place beside literals": (in_place_beside_literals, {"w": wide(4, 2)}, wide(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_pytorch(name):
+    trains_as_pytorch(*CASES[name])
+
+
+def test_a_convolution_runs_with_and_without_native_bfloat16():
+    """The gradient of the first of its arguments is None where that needs none."""
+
+    def grads(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        w = w.detach().requires_grad_()
+        return list(torch.autograd.grad(F.conv2d(x, w).square().sum(), [w]))
+
+    real = [wide(2, 3, 5, 5).bfloat16(), wide(4, 3, 2, 2).bfloat16()]
+    with compat.FakeTensorMode():
+        fakes = [torch.empty(x.shape, dtype=x.dtype) for x in real]
+        graph = record(grads, fakes, owner="test", names=["x", "w"])
+    expected = grads(*[x.float() for x in real])
+    for slow in ((), (torch.bfloat16,)):
+        adapted = on_device(graph, torch.device("cpu"), slow)
+        (found,) = adapted.module()(*real)
+        assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), expected[0], rtol=0.05, atol=0.5)
+        in_float32 = any(n.target is torch.ops.aten.convolution_backward.default and n.meta["val"][1].dtype == torch.float32 for n in adapted.graph.nodes)
+        assert in_float32 == bool(slow)
+
+
+RECURRENT = {
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True),
+    "lstm without biases": lambda: nn.LSTM(3, 4, bias=False),
+    "lstm with a projection": lambda: nn.LSTM(3, 4, proj_size=2),
+    "gru": lambda: nn.GRU(3, 4, bidirectional=True),
+    "rnn": lambda: nn.RNN(3, 4, nonlinearity="relu", batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_train_as_pytorch(name):
+    module = RECURRENT[name]()
+    params = {k: v.detach().clone() for k, v in module.named_parameters()}
+    trains_as_pytorch(lambda p, x: torch.func.functional_call(module, p, (x,)), params, wide(3, 5, 3))
+
+
+# --- values that no argument makes ---
+
+
+def test_a_block_is_given_what_is_made_of_nothing():
+    """The function that makes it takes no arguments, and writes into the pool."""
+    layer = fz.block(lambda p, x, slopes: x @ p["w"] * slopes)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return layer(p, x, torch.arange(1.0, 5.0) / 4).square().mean()
+
+    trains_as_pytorch(loss, {"w": wide(4, 4)}, wide(2, 4), blocks=False)
+
+
+# --- layers stacked in one tensor ---
+
+STACKED = """
+import sys, torch, fzero as fz
+from fzero import optim
+layer = fz.block(lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]))
+def loss(p, x):
+    for w, b in zip(p["w"].unbind(), p["b"]):
+        x = layer({"w": w, "b": b}, x)
+    return (x @ p["out"].T).square().mean() + (p["w"][0].T @ p["w"][1]).sum()
+padding = [bytearray(8 * i) for i in range(int(sys.argv[1]))]  # other addresses
+meta = lambda *s: torch.empty(*s, device="meta")
+p = {"w": meta(4, 4, 4), "b": meta(4, 4), "out": meta(4, 4)}
+print([str(fz.lower(t(fz.train_step(loss, optim.sgd(0.1))), fz.AbstractMesh(data=2), p, meta(2, 4)).program) for t in (fz.data_parallel, fz.shard_params)])
+"""
+
+
+def test_stacked_parameters_are_one_program_in_every_process():
+    """Views of parameters that several blocks take, in interpreters with other addresses and another hash seed."""
+    printed = set()
+    for seed in ("1", "2", "3"):
+        done = subprocess.run([sys.executable, "-c", STACKED, seed + "00"], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1 and "glue" in printed.pop()
+
+
+def test_stacked_parameters_train_as_pytorch():
+    layer = fz.block(lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            x = layer({"w": p["w"][i], "b": p["b"][i]}, x)
+        return x @ p["out"].T
+
+    trains_as_pytorch(loss, {"w": wide(4, 4, 4), "b": wide(4, 4), "out": wide(4, 4)}, wide(2, 4), blocks=False)
