@@ -86,6 +86,16 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
 
 
+def forward_ad_active() -> bool:
+    """Whether forward-mode differentiation by dual numbers is running around the caller."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def attention_order() -> tuple[int, ...]:
+    """The order in which attention tries its kernels."""
+    return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
+
+
 @contextmanager
 def in_order() -> Iterator[None]:
     """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is the process's."""

@@ -2,8 +2,8 @@
 
 `block(fn)` is `fn`, except while a step is traced: there a call is one line of the program, and the function itself is
 traced once per signature, forward and backward together, aside. So the program of a 64-layer model has a few hundred
-lines and is traced as fast as that of a 4-layer model. Nested blocks, and blocks under a torch.func transform of the
-user's own (`vmap`, an inner `grad`), are inlined.
+lines and is traced as fast as that of a 4-layer model. Nested blocks, blocks under a torch.func transform of the user's
+own (`vmap`, an inner `grad`) or under forward-mode AD, and backwards that are differentiated themselves are inlined.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.ambient import Autocast, autocast, autocast_as, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, record
+from fzero.program.segment import Part
+from fzero.program.segment import signature as function_signature
+from fzero.program.settings import settings
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -61,14 +65,24 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: a pure function of a pytree of parameters and of any further pytrees of tensors. Arguments that are not tensors
-            (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors.
+            (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is a value of the program, a number or a
+            text is none.
+
+    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the function reads beside them is the
+    same: its code and that of functions it calls, closure cells, globals, defaults, attributes of objects, classes and modules that this code names,
+    the environment; autocast and PyTorch's other settings (program/settings.py, program/ambient.py). What is not seen: globals of installed
+    libraries and the insides of C extensions, where they change between two calls in one step; `fz.testing.check_equivalent` traces every call and finds
+    those. A function that does something else each time (`next(iterator)`, `random.random()`) is an error.
+
+    Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
     Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward, and
         one reduce_scatter of their gradients.
 
     Raises:
         TraceError: while tracing, if it changes an argument in place, returns something other than tensors, reads a tensor
-            from its closure or draws from torch's global generator.
+            from its closure, draws from torch's global generator, computes something else each time, or is differentiated twice under other settings
+            of PyTorch's than it is called under.
 
     Example:
         >>> import torch
@@ -82,7 +96,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = _tracer.get()
-        if tracer is None or compat.functorch_active():
+        if tracer is None or compat.functorch_active() or compat.forward_ad_active():
             args, kwargs = _entering(params, args, kwargs)
             return fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
@@ -113,6 +127,7 @@ class Blocks:
             _casting.reset(casting)
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._recorder.check_default_dtype()
         flat, spec = tree.flatten((params, args, kwargs))
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
@@ -123,29 +138,73 @@ class Blocks:
         if wrong:
             raise TraceError(message(owner, "takes tensors and hashable constants", wrong, "make parameters tensors; pass settings as numbers or strings"))
         grad = torch.is_grad_enabled()
-        signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad and grad) for t in tensors)
-        key = (_identity(fn), spec, tuple((type(c), c) for c in constants), signature)
-        joint = self.joints.get(key)
+        signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad and grad) for t in tensors)
+        body = _Body(fn, owner, spec, constants, self._watch, autocast(), switches())
+
+        def key() -> Hashable:
+            return (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
+
+        def trace(name: str) -> Joint:
+            with compat.no_modes(), torch.inference_mode(False), torch.enable_grad() if grad else torch.no_grad():
+                return _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
+
+        def compare(joint: Joint) -> None:
+            if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
+                raise TraceError(message(owner, "computes something else than at an earlier call", _where(fn), _OTHERWISE))
+
+        now = key()
+        joint = self.joints.get(now)
         if joint is None:
-            name = self._names(_name(fn))
-            with compat.no_modes(), torch.enable_grad() if grad else torch.no_grad():
-                joint = _trace(fn, name, spec, constants, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs), self._watch)
-            self.joints[key] = joint
+            joint = self.joints[now] = trace(self._names(_name(fn)))
+            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met
+                compare(joint)
+                self.joints[key()] = joint
+        elif _retracing.get():
+            compare(joint)
         call, self._calls = self._calls, self._calls + 1
-        outputs = _Call.apply(self._recorder, joint, call, *tensors)
+        outputs = _Call.apply(self._recorder, joint, call, body, *tensors)
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
         return tree.unflatten(joint.structure, outputs)
 
 
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `constants` has None where a tensor belongs."""
+
+    fn: Callable[..., Any]
+    owner: str
+    spec: tree.TreeSpec
+    constants: Sequence[Any]
+    watch: bool
+    autocast: Autocast
+    switches: dict[str, object]
+
+    def __call__(self, xs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tree.TreeSpec]:
+        """The results, blocks inside inlined, and what their tree is."""
+        it, token = iter(xs), _tracer.set(None)
+        try:
+            params, args, kwargs = tree.unflatten(self.spec, [next(it) if c is None else c for c in self.constants])
+            args, kwargs = _entering(params, args, kwargs)
+            result = self.fn(params, *args, **kwargs)
+        finally:
+            _tracer.reset(token)
+        flat, structure = tree.flatten(result)
+        wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
+        if wrong or not flat:
+            raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
+        return [*flat, _largest(flat)] if self.watch else flat, structure
+
+
 class _Call(torch.autograd.Function):
     """Ties a block's line into autograd, so that its vjp becomes a line of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, joint: Joint, call: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.recorder, ctx.joint, ctx.call = recorder, joint, call
+    def forward(ctx: Any, recorder: Recorder, joint: Joint, call: int, body: _Body, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.recorder, ctx.joint, ctx.call, ctx.body = recorder, joint, call, body
         ctx.inputs = [recorder.node(x) for x in inputs]
+        ctx.save_for_backward(*inputs)
         outputs = _fresh(joint.graph.outputs[: joint.num_outputs])
         recorder.call(call_block, (joint, call, *ctx.inputs), outputs)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in joint.diff_outputs))
@@ -154,13 +213,40 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         joint, recorder = ctx.joint, ctx.recorder
-        grads = _fresh(joint.graph.outputs[joint.num_outputs :])
-        seeds = [recorder.node(tangents[i]) for i in joint.diff_outputs]
-        recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
+        given = [tangents[i] for i in joint.diff_outputs]
+        if torch.is_grad_enabled() or any(autocast().enabled):  # the line that is recorded has no derivative, and was recorded without autocast
+            grads = _inlined_vjp(ctx, given)
+        else:
+            grads = _fresh(joint.graph.outputs[joint.num_outputs :])
+            places = joint.graph.inputs[joint.num_inputs :]
+            seeds = [recorder.node(_laid_out_as(place.meta["val"], x)) for place, x in zip(places, given, strict=True)]
+            recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
         for i, g in zip(joint.diff, grads, strict=True):
             out[i] = g
-        return None, None, None, *out
+        return None, None, None, None, *out
+
+
+def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as these are."""
+    joint, body, now = ctx.joint, ctx.body, switches()
+    other = [f"{name}: {then}, and {now[name]} for the derivative" for name, then in body.switches.items() if then != now[name]]
+    if other:
+        raise TraceError(message(body.owner, "is differentiated under other settings than it is called under", other, "ask for both under the same"))
+    with autocast_as(body.autocast), torch.enable_grad():
+        inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
+        outputs, _ = body(inputs)
+    wanted = [outputs[i] for i in joint.diff_outputs]
+    create_graph = torch.is_grad_enabled()
+    return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
+
+
+def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` with the strides of `like`, which is dense: a copy where they differ. What is recorded for some strides (a view) need not hold for others."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
+        return x
+    order = sorted(range(x.dim()), key=like.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 
 
 def _fresh(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
@@ -169,65 +255,50 @@ def _fresh(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
 
 
 def _trace(
-    fn: Callable[..., Any],
+    body: _Body,
     name: str,
-    spec: tree.TreeSpec,
-    constants: list[Any],
     tensors: list[torch.Tensor],
     num_params: int,
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
-    watch: bool,
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined."""
-    owner = f"block {name}"
     made: dict[str, Any] = {}
-    token = _tracer.set(None)
+    with mode:
+        primals = [torch.empty_strided(s, st, dtype=d, device=at) for s, st, d, at, _ in signature]
+        needs = [i for i, (*_, grad) in enumerate(signature) if grad]
+        names = [f"primals_{i + 1}" for i in range(len(primals))]
 
-    def run(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        it = iter(xs)
-        params, args, kwargs = tree.unflatten(spec, [next(it) if c is None else c for c in constants])
-        args, kwargs = _entering(params, args, kwargs)
-        result = fn(params, *args, **kwargs)
-        flat, made["structure"] = tree.flatten(result)
-        wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
-        if wrong or not flat:
-            raise TraceError(message(owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
-        return [*flat, _largest(flat)] if watch else flat
+        def forward(*xs: torch.Tensor) -> list[torch.Tensor]:
+            leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(xs)]
+            made["inputs"] = leaves
+            ys, made["structure"] = body(leaves)
+            made["diff_outputs"] = tuple(i for i, y in enumerate(ys) if y.requires_grad)
+            made["outputs"] = ys
+            return ys
 
-    try:
-        with mode:
-            primals = [torch.empty_strided(s, st, dtype=d, device=t.device) for (s, st, d, _), t in zip(signature, tensors, strict=True)]
-            needs = [i for i, (*_, grad) in enumerate(signature) if grad]
-            names = [f"primals_{i + 1}" for i in range(len(primals))]
+        graph = record(forward, primals, owner=body.owner, names=names, source=body.fn, labels=labels)
+        diff: tuple[int, ...] = ()
+        if made["diff_outputs"]:
+            tangents = [torch.empty_like(made["outputs"][i]) for i in made["diff_outputs"]]  # dense
 
-            def forward(*xs: torch.Tensor) -> list[torch.Tensor]:
-                leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(xs)]
-                made["inputs"], ys = leaves, run(leaves)
-                made["diff_outputs"] = tuple(i for i, y in enumerate(ys) if y.requires_grad)
-                made["outputs"] = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for y in ys]
-                return ys
-
-            graph = record(forward, primals, owner=owner, names=names, source=fn, labels=labels)
-            diff: tuple[int, ...] = ()
-            if made["diff_outputs"]:
-                tangents = [made["outputs"][i] for i in made["diff_outputs"]]
-
-                def joint(*args: torch.Tensor) -> list[torch.Tensor]:
-                    ys = forward(*args[: len(primals)])
-                    xs = made["inputs"]
+            def joint(*args: torch.Tensor) -> list[torch.Tensor]:
+                ys = forward(*args[: len(primals)])
+                xs = made["inputs"]
+                with without_autocast():  # as PyTorch advises for any backward
                     grads = torch.autograd.grad([ys[i] for i in made["diff_outputs"]], [xs[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
-                    made["diff"] = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
-                    return [*ys, *(g for g in grads if g is not None)]
+                made["diff"] = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
+                return [*ys, *(g for g in grads if g is not None)]
 
-                names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-                graph = record(joint, [*primals, *tangents], owner=owner, names=names, source=fn)
-                diff = made["diff"]
-        count = sum(c is None for c in constants[:num_params])
-        return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
-    finally:
-        _tracer.reset(token)
+            names += [f"tangents_{i + 1}" for i in range(len(tangents))]
+            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn)
+            part = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
+            if part.signature != function_signature(forward_alone):
+                raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
+            diff = made["diff"]
+    count = sum(c is None for c in body.constants[:num_params])
+    return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
 
 
 def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -256,45 +327,33 @@ def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [p for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
 
 
+_OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"
+
+
+def _where(fn: Any) -> list[str]:
+    """The user's own line."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None) or getattr(getattr(type(fn), "forward", type(fn).__call__), "__code__", None)
+    return [f"{code.co_filename}:{code.co_firstlineno}"] if code else []
+
+
+@contextmanager
+def every_call_traced() -> Iterator[None]:
+    """A block's call that is taken for a repetition of an earlier one is traced as well inside, and is an error if it is none."""
+    token = _retracing.set(True)
+    try:
+        yield
+    finally:
+        _retracing.reset(token)
+
+
 def _name(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
-def _identity(fn: Any) -> Hashable:
-    """What makes two functions the same block: the same code with the same constants, however often it is redefined in a loop."""
-    if isinstance(fn, functools.partial):
-        return ("partial", _identity(fn.func), _constants(fn.args), _constants(tuple(sorted(fn.keywords.items()))))
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return _Same(fn)
-    cells = tuple(c.cell_contents for c in fn.__closure__ or ())
-    own = getattr(fn, "__self__", None)  # of a method
-    return (code, _constants((own, *cells)), _constants(fn.__defaults__ or ()), _constants(tuple(sorted((fn.__kwdefaults__ or {}).items()))))
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """A value that equals itself alone, kept alive so that no later one can have its id."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _constants(values: Any) -> Hashable:
-    """Values by what they are: containers by their items now, for they may change; what has no hash by identity."""
-    if isinstance(values, dict):
-        return (dict, tuple((_constants(k), _constants(v)) for k, v in values.items()))
-    if isinstance(values, (tuple, list)):
-        return (type(values), tuple(map(_constants, values)))
-    return (type(values), values) if isinstance(values, Hashable) and not isinstance(values, torch.Tensor) else _Same(values)
-
-
 _tracer: ContextVar[Blocks | None] = ContextVar("fzero_blocks", default=None)
+_retracing: ContextVar[bool] = ContextVar("fzero_retracing", default=False)
 _casting: ContextVar[bool] = ContextVar("fzero_casting", default=False)

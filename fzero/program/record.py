@@ -22,7 +22,9 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program.ambient import without_autocast
 from fzero.program.results import Results
+from fzero.program.settings import exact
 
 aten = torch.ops.aten
 
@@ -64,6 +66,7 @@ class Recorder(compat.TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
+        self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -101,6 +104,12 @@ class Recorder(compat.TorchDispatchMode):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
         return node
 
+    def check_default_dtype(self) -> None:
+        """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
+        if torch.get_default_dtype() is not self._dtype:
+            what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
+            raise TraceError(message(self._owner, what, fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)"))
+
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
         """The recorded function, with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
@@ -110,6 +119,7 @@ class Recorder(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
+        self.check_default_dtype()
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
@@ -300,7 +310,7 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
             return (type(value), *map(plain, value))
         if isinstance(value, dict):
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
-        return (type(value), value)
+        return exact(value)
 
     for node in list(graph.nodes):
         if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
@@ -343,7 +353,7 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     def run(*xs: torch.Tensor) -> Any:
         return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
 
-    with torch.no_grad(), again:
+    with torch.no_grad(), without_autocast(), again:
         outputs = torch.func.functionalize(run)(*(n.meta["val"] for n in inputs), *literals)
     return again.finish(outputs)
 

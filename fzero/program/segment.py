@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from fzero.program.record import Recorded
+from fzero.program.settings import exact
 from fzero.program.storages import storage_of
 
 
@@ -111,7 +112,8 @@ def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
-    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes."""
+    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes. Which of the devices of a type they were recorded on does
+    not: each rank of a host has its own."""
     return _signature(graph.inputs, [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")], graph.outputs, graph.constants)
 
 
@@ -125,13 +127,15 @@ def _signature(inputs: Sequence[fx.Node], between: Sequence[fx.Node], outputs: S
             return tuple(plain(v) for v in value)
         if isinstance(value, dict):
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
-        return (type(value).__name__, value)
+        if isinstance(value, torch.device):
+            return ("device", value.type)
+        return (type(value).__name__, exact(value)[1])
 
     lines: list[Any] = []
     for node in inputs:
         index[node] = len(index)
         value = node.meta["val"]
-        lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), str(value.device)))
+        lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), value.device.type))
     for node in between:
         index[node] = len(index)
         if node.op == "get_attr":

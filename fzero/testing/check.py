@@ -16,6 +16,7 @@ from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, mess
 from fzero.leaves import batch_inputs
 from fzero.lower import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
+from fzero.program.block import every_call_traced
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
@@ -45,7 +46,8 @@ def check_equivalent(
     along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which follows from dtypes and the lengths of reductions
     (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
     value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
-    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well.
+    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well. Every call of a block is traced: one that
+    reads something unseen (see `fz.block`) and is not what it was taken for is an error.
 
     On a mesh of several ranks every rank calls it, and all get the same report.
 
@@ -66,6 +68,7 @@ def check_equivalent(
     Raises:
         EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
         FzeroError: the step cannot be built or run on this mesh, whatever `raises` is.
+        TraceError: naming a block that computes something else at a later call.
 
     Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019; Parker, Monte Carlo arithmetic, 1997.
 
@@ -155,7 +158,9 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     record = find(step.transforms, Accumulate)
     whole_batch = gathered(batch, mesh, axes, rows(batch, record))
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
-    size = roundoff(step, base_program(step, mesh, params, batch), params, parts)
+    with every_call_traced():
+        base = base_program(step, mesh, params, batch)
+    size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
     first = _on(plain.init(params, key), mesh)
     return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, trajectory(plain, first, whole_batch, steps, size))

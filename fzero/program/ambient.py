@@ -1,0 +1,77 @@
+"""PyTorch's own switches that decide what a function's operations are: they belong to a function's signature as its arguments do.
+
+Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those count when a program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fzero import compat
+
+_DEVICES = ("cpu", "cuda")
+
+
+class Autocast(NamedTuple):
+    """Of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves are kept."""
+
+    enabled: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    cache: bool
+
+
+def autocast() -> Autocast:
+    """As it stands now."""
+    enabled = tuple(map(torch.is_autocast_enabled, _DEVICES))
+    return Autocast(enabled, tuple(map(torch.get_autocast_dtype, _DEVICES)), torch.is_autocast_cache_enabled())
+
+
+@contextmanager
+def autocast_as(state: Autocast) -> Iterator[None]:
+    """Autocast as it stood at another moment."""
+    before = autocast()
+    try:
+        _set(state)
+        yield
+    finally:
+        _set(before)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """For operations that have their dtypes already: those of a backward, or of a graph that was recorded."""
+    now = autocast()
+    with autocast_as(now._replace(enabled=(False,) * len(_DEVICES))):
+        yield
+
+
+def _set(state: Autocast) -> None:
+    torch.set_autocast_cache_enabled(state.cache)
+    for device, enabled, dtype in zip(_DEVICES, state.enabled, state.dtypes, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def switches() -> dict[str, object]:
+    """The others, by the name that a user knows them by."""
+    attention = torch.backends.cuda
+    return {
+        "the default device": str(torch.get_default_device()),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": (torch.are_deterministic_algorithms_enabled(), compat.fills_uninitialized_memory()),
+        "the kernels of attention": (
+            attention.flash_sdp_enabled(),
+            attention.mem_efficient_sdp_enabled(),
+            attention.math_sdp_enabled(),
+            attention.cudnn_sdp_enabled(),
+            compat.attention_order(),
+        ),
+        "the fast path of nn.MultiheadAttention": torch.backends.mha.get_fastpath_enabled(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.backends.cudnn.enabled": torch.backends.cudnn.enabled,
+        "torch.backends.opt_einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
+    }

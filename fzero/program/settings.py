@@ -1,0 +1,380 @@
+"""Settings of a function: what it reads beside its arguments, by value, so that two functions or two moments can be compared.
+
+A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules and classes, and the same of every
+function among them. Attributes are read where some code that was reached names them; what code names is looked up, code is not run. A value of no kind
+that is known here (a file, a lock, an iterator) is told by its identity, or not at all. It must not know what a block is, or a step.
+
+What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, and what lies behind
+the first `MOST` values.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dis
+import enum
+import functools
+import hashlib
+import marshal
+import numbers
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import compat
+
+MOST = 20_000
+"""Values that are looked at for one function, 1 to 2 us each."""
+_LONG = 32
+"""Items of a container above which it is compared at once, if it holds plain values alone."""
+
+_LARGE = 2**16
+"""Bytes of an array above which it is told by its identity."""
+
+
+class Settings(NamedTuple):
+    """Facts about what a function reads, in a fixed order, and where each was found. Two functions with equal facts and equal arguments do the same."""
+
+    facts: tuple[Hashable, ...]
+    places: tuple[str, ...]
+
+
+def settings(*values: Any, strict: bool = True) -> Settings:
+    """What functions, or values that functions get, are and read now.
+
+    Args:
+        values: functions, and arguments that are not tensors.
+        strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told apart by identity, and where code
+            reads attributes without naming them (`getattr`, `vars`) all are read. Otherwise they are equal when in doubt.
+
+    Example:
+        >>> rate = [0.5]
+        >>> def scaled(x): return x * rate[0]
+        >>> before = settings(scaled)
+        >>> rate[0] = 0.25
+        >>> settings(scaled) == before
+        False
+    """
+    walk = _Walk(strict)
+    walk.run(values)
+    return Settings(tuple(walk.facts), tuple(walk.places))
+
+
+def exact(value: Any) -> tuple[type, Hashable]:
+    """A number, text or another plain constant as a key: 1, 1.0 and True are three, 0.0 and -0.0 are two, nan is one."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def changes(old: Settings, new: Settings) -> list[str]:
+    """What differs first between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are equal."""
+    if old.facts == new.facts:
+        return []
+    same = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), min(len(old.facts), len(new.facts)))
+    there = [s.places[same] if same < len(s.places) else "" for s in (old, new)]
+    was, now = (_told(s.facts[same]) if same < len(s.facts) else "not there" for s in (old, new))
+    return [f"{there[1] or there[0]}: {was} before, {now} now"]
+
+
+def _told(fact: Any) -> str:
+    if isinstance(fact, tuple) and len(fact) == 2 and isinstance(fact[0], type):
+        kind, value = fact
+        return str(value) if issubclass(kind, (float, complex)) else repr(value)
+    if isinstance(fact, tuple) and len(fact) == 3 and fact[1] == "of":
+        return f"a {fact[0].__name__} of {fact[2]}"
+    return "another function" if isinstance(fact, types.CodeType) else f"another value ({str(fact)[:80]})"
+
+
+_KNOWN = frozenset({"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"})
+"""Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
+_WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "fields"})
+"""Names by which code reads attributes that it does not name."""
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+_CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
+"""Methods that PyTorch calls; Python calls those between underscores, but not all of them to compute something."""
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__getstate__", "__setstate__"})
+_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN_TYPES = frozenset(_PLAIN)
+
+
+class Same:
+    """A value that equals itself alone, kept alive so that no later one can have its id."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Scope:
+    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever code names."""
+
+    def __init__(self, values: Mapping[str, Any], path: str, always: Collection[str] = ()):
+        self.values, self.path = values, path
+        self._keys, self._always = set(values), always
+
+    def named(self, names: Collection[str]) -> list[str]:
+        """Those not read yet, in a fixed order."""
+        new = self._keys.intersection(names)
+        new.update(self._keys.intersection(self._always))
+        self._keys -= new
+        return sorted(new)
+
+
+class _Module(_Scope):
+    """Of a module no more is read than code names, ever."""
+
+
+class _Walk:
+    def __init__(self, strict: bool):
+        self.facts: list[Hashable] = []
+        self.places: list[str] = []
+        self._strict = strict
+        self._todo: list[tuple[Any, str]] = []
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # ids are only good while the value lives
+        self._names: set[str] = set()
+        self._scopes: list[_Scope] = []
+
+    def run(self, values: Collection[Any]) -> None:
+        self._todo += [(x, "") for x in values]
+        at = 0
+        while at < min(len(self._todo), MOST):
+            while at < min(len(self._todo), MOST):
+                self._visit(*self._todo[at])
+                at += 1
+            whole = self._strict and not _WHOLE.isdisjoint(self._names)
+            for scope in self._scopes:
+                for name in scope.named(scope.values if whole and not isinstance(scope, _Module) else self._names):
+                    path = f"{scope.path}.{name}" if scope.path else name
+                    self._fact(name, path)
+                    self._todo.append((scope.values[name], path))
+
+    def _fact(self, fact: Hashable, path: str) -> None:
+        self.facts.append(fact)
+        self.places.append(path)
+
+    def _visit(self, x: Any, path: str) -> None:
+        kind = type(x)
+        if kind in _PLAIN_TYPES:
+            return self._fact(exact(x), path)
+        if isinstance(x, enum.Enum):
+            return self._fact((kind, x.name), path)
+        if isinstance(x, (*_PLAIN, numbers.Number)):
+            return self._fact((kind, repr(x)), path)
+        if isinstance(x, torch.Tensor):
+            return self._tensor(x, path)
+        number = self._seen.setdefault(id(x), len(self._seen))
+        if number < len(self._alive):
+            return self._fact(("again", number), path)
+        self._alive.append(x)
+        for kinds, visit in _VISITS:
+            if isinstance(x, kinds):
+                return visit(self, x, path)
+        return self._object(x, path)
+
+    def _tensor(self, x: torch.Tensor, path: str) -> None:
+        known = not self._strict or x.is_meta or isinstance(x, compat.FakeTensor)
+        self._fact((tuple(x.shape), x.dtype, x.device.type) if known else (Same(x), x._version), path)
+
+    def _function(self, fn: types.FunctionType, path: str) -> None:
+        code = fn.__code__
+        self._fact(code, path or fn.__name__)
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                self._todo.append((cell.cell_contents, name))
+            except ValueError:  # not assigned yet
+                self._fact("empty", name)
+        self._todo += [(fn.__defaults__, f"defaults of {fn.__name__}"), (fn.__kwdefaults__, f"defaults of {fn.__name__}")]
+        self._scopes.append(_Scope(vars(fn), path or fn.__name__, ("__wrapped__",)))
+        if _installed(fn.__globals__.get("__name__")):
+            return
+        named = _named(code)
+        if not _ENVIRONMENT.isdisjoint((*named.attributes, *named.globals)):
+            self._todo.append((os.environ, "os.environ"))
+        self._names.update(named.attributes)
+        for name in named.globals:
+            if name in fn.__globals__:
+                self._fact(name, name)
+                self._todo.append((fn.__globals__[name], name))
+        self._todo += [(sys.modules[name], name) for name in named.imports if name in sys.modules]
+
+    def _method(self, method: types.MethodType, path: str) -> None:
+        self._todo += [(method.__func__, path), (method.__self__, "self")]
+
+    def _builtin(self, fn: types.BuiltinMethodType, path: str) -> None:
+        self._fact(fn.__name__, path)
+        self._todo.append((fn.__self__, f"{path}.__self__"))
+
+    def _partial(self, fn: functools.partial, path: str) -> None:
+        self._fact(functools.partial, path)
+        self._todo += [(fn.func, path), (fn.args, f"arguments of {path or 'the partial'}"), (fn.keywords, f"keywords of {path or 'the partial'}")]
+
+    def _module(self, module: types.ModuleType, path: str) -> None:
+        self._fact(module.__name__, path)
+        if not _installed(module.__name__):
+            self._scopes.append(_Module(vars(module), path))
+
+    def _class(self, cls: type, path: str) -> None:
+        self._fact(cls, path)
+        for base in cls.__mro__:
+            if not _installed(base.__module__):
+                called = [n for n, x in vars(base).items() if isinstance(x, types.FunctionType) and n not in _NOT_CALLED and n[:2] == "__"]
+                self._scopes.append(_Scope(vars(base), path or base.__name__, _CALLED.union(called)))
+
+    def _context(self, x: contextvars.ContextVar, path: str) -> None:
+        self._todo.append((x.get(None), path or x.name))
+
+    def _mapping(self, x: Any, path: str) -> None:
+        self._fact((type(x), "of", len(x)), path)
+        if self._at_once(x, path):
+            return
+        for key, value in list(x.items()):
+            if type(key) in _PLAIN_TYPES:
+                self._fact(exact(key), path)
+            else:
+                self._todo.append((key, path))
+            self._todo.append((value, f"{path}[{key!r}]" if isinstance(key, (str, int)) else path))
+        self._attributes(x, path)
+
+    def _sequence(self, x: Any, path: str) -> None:
+        self._fact((type(x), "of", len(x)), path)
+        if self._at_once(x, path):
+            return
+        self._todo += [(item, f"{path}[{i}]") for i, item in enumerate(list(x))]
+        self._attributes(x, path)
+
+    def _at_once(self, x: Any, path: str) -> bool:
+        """Whether a long container was plain values alone, and compared as such."""
+        if len(x) <= _LONG:
+            return False
+        try:
+            self._fact(hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path)  # version 2 has no references, which depend on who else holds a value
+        except ValueError:
+            return False
+        return True
+
+    def _set(self, x: Any, path: str) -> None:
+        plain = all(type(item) in _PLAIN_TYPES for item in x)
+        self._fact((type(x), frozenset(map(exact, x))) if plain else (type(x), len(x)), path)
+
+    def _accessor(self, x: Any, path: str) -> None:
+        self._todo += [(f, path) for f in (getattr(x, "__func__", None), getattr(x, "fget", None), getattr(x, "func", None)) if f is not None]
+
+    def _attributes(self, x: Any, path: str, always: Collection[str] = ()) -> None:
+        """What an object holds beside its items: all that it has, if its code is not looked into."""
+        if _package(type(x).__module__) not in _KNOWN:
+            held = dict(_held(x))
+            self._scopes.append(_Scope(held, path, held if _installed(type(x).__module__) else always))
+            self._todo.append((type(x), type(x).__name__))
+
+    def _object(self, x: Any, path: str) -> None:
+        kind = type(x)
+        equal = kind.__eq__ is not object.__eq__
+        if isinstance(x, torch.nn.Module):
+            self._fact(kind, path)
+            held = dict(_held(x))
+            layers = [base for base in kind.__mro__ if base not in (object, torch.nn.Module)]
+            self._scopes.append(_Scope(held, path, held if any(_installed(base.__module__) for base in layers) else _OF_MODULES))
+            self._todo.append((kind, kind.__name__))
+        elif (data := _bytes(x)) is not None:
+            self._fact((kind, *data, Same(x) if self._strict and len(data) < 3 else None), path)
+        elif _package(kind.__module__) not in _KNOWN:
+            self._fact(kind, path)
+            self._attributes(x, path)
+        elif equal and kind.__hash__ is not None and _hashes(x):
+            self._fact((kind, x), path)
+        elif hasattr(x, "items") and hasattr(x, "keys"):  # os.environ
+            self._mapping(x, path)
+        elif hasattr(x, "__dict__") and (equal or isinstance(x, threading.local)):  # SimpleNamespace, argparse.Namespace
+            self._fact(kind, path)
+            self._scopes.append(_Scope(vars(x), path))
+        elif hasattr(x, "__wrapped__"):  # functools.lru_cache
+            self._todo.append((x.__wrapped__, path))
+        else:
+            self._fact((kind, Same(x)) if self._strict else kind, path)
+
+
+_VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
+    (types.FunctionType, _Walk._function),
+    (types.MethodType, _Walk._method),
+    (types.BuiltinMethodType, _Walk._builtin),
+    (functools.partial, _Walk._partial),
+    (types.ModuleType, _Walk._module),
+    (contextvars.ContextVar, _Walk._context),
+    (type, _Walk._class),
+    ((dict, types.MappingProxyType), _Walk._mapping),
+    ((list, tuple, collections.deque), _Walk._sequence),
+    ((set, frozenset), _Walk._set),
+    ((staticmethod, classmethod, property, functools.cached_property), _Walk._accessor),
+]
+
+
+class _Named(NamedTuple):
+    """The names in a function's code, and in that of functions inside it."""
+
+    globals: tuple[str, ...]
+    imports: tuple[str, ...]
+    attributes: frozenset[str]
+
+
+@functools.cache
+def _named(code: types.CodeType) -> _Named:
+    inner = [_named(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    found: dict[str, list[str]] = {"LOAD_GLOBAL": [], "IMPORT_NAME": []}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in found:
+            found[instruction.opname].append(instruction.argval)
+    read, imported = (
+        sorted({*found["LOAD_GLOBAL"], *(x for i in inner for x in i.globals)}),
+        sorted({*found["IMPORT_NAME"], *(x for i in inner for x in i.imports)}),
+    )
+    return _Named(tuple(read), tuple(imported), frozenset(code.co_names).union(*(i.attributes for i in inner)))
+
+
+def _package(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+@functools.cache
+def _installed(module: Any) -> bool:
+    """Whether code is of a library, and not looked into: it has settings in its objects, all of which are read."""
+    package = _package(module)
+    file = str(getattr(sys.modules.get(package), "__file__", None) or "")
+    return package in _KNOWN or any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
+
+
+def _held(x: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(x, "__dict__", {}).items()
+    for base in type(x).__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from ((name, getattr(x, name)) for name in ((slots,) if isinstance(slots, str) else slots) if name != "__dict__" and hasattr(x, name))
+
+
+def _bytes(x: Any) -> tuple[Any, ...] | None:
+    """What an array of numbers holds: format, shape and, where it is not large, a digest. None for anything else."""
+    try:
+        view = memoryview(x)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view.format, view.shape, *([hashlib.sha256(view.tobytes()).hexdigest()] if view.nbytes <= _LARGE else [])
+
+
+def _hashes(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True

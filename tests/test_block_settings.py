@@ -1,0 +1,379 @@
+"""What a block reads beside its arguments is part of what it is: a call under other settings is another function, a call under the same is not."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import dataclasses
+import enum
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.program.settings import changes, settings
+
+scale = 1.0
+options = {"by": [1.0]}
+variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable", default=1.0)
+Set = Callable[[float], None]
+Run = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def put(owner: Any, name: str) -> Set:
+    return lambda value: setattr(owner, name, value)
+
+
+def of_global() -> tuple[Run, Set]:
+    def set_global(value: float) -> None:
+        global scale
+        scale = value
+
+    return lambda p, x: x @ p["w"] * scale, set_global
+
+
+def of_global_dict() -> tuple[Run, Set]:
+    return lambda p, x: x @ p["w"] * options["by"][0], lambda value: options.update(by=[value])
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return inner_helper(x)
+
+
+def inner_helper(x: torch.Tensor) -> torch.Tensor:
+    return x * scale
+
+
+def of_helper() -> tuple[Run, Set]:
+    return lambda p, x: helper(x @ p["w"]), of_global()[1]
+
+
+class Layer:
+    by = 1.0
+
+    def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ p["w"] * self.by
+
+    def method(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return self._inner(p, x)
+
+    def _inner(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ p["w"] * getattr(self, "by")  # noqa: B009  # a name that code puts together
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.by
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+
+@dataclasses.dataclass
+class Config:
+    by: float = 1.0
+
+
+@dataclasses.dataclass(eq=False)
+class Nested:
+    inner: Config = dataclasses.field(default_factory=Config)
+
+
+class Mode(enum.Enum):
+    ONE = 1.0
+    OTHER = 2.0
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 1.0
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ w * self.by
+
+
+def of_object() -> tuple[Run, Set]:
+    layer = Layer()
+    return layer, put(layer, "by")
+
+
+def of_method() -> tuple[Run, Set]:
+    layer = Layer()
+    return layer.method, put(layer, "by")
+
+
+def of_property() -> tuple[Run, Set]:
+    layer = Layer()
+    return lambda p, x: x @ p["w"] * layer.doubled, put(layer, "by")
+
+
+def of_namespace() -> tuple[Run, Set]:
+    config = types.SimpleNamespace(by=1.0)
+    return lambda p, x: x @ p["w"] * config.by, put(config, "by")
+
+
+def of_parsed() -> tuple[Run, Set]:
+    config = argparse.Namespace(by=1.0)
+    return lambda p, x: x @ p["w"] * config.by, put(config, "by")
+
+
+def of_dataclass() -> tuple[Run, Set]:
+    config = Config()
+    return lambda p, x: x @ p["w"] * config.by, put(config, "by")
+
+
+def of_nested() -> tuple[Run, Set]:
+    config = Nested()
+    return lambda p, x: x @ p["w"] * config.inner.by, put(config.inner, "by")
+
+
+def of_slots() -> tuple[Run, Set]:
+    config = Slotted()
+    return lambda p, x: x @ p["w"] * config.by, put(config, "by")
+
+
+def of_class() -> tuple[Run, Set]:
+    class Own(Layer):
+        by = 1.0
+
+    return lambda p, x: x @ p["w"] * Own.by, put(Own, "by")
+
+
+def of_class_of_object() -> tuple[Run, Set]:
+    class Own(Layer):
+        by = 1.0
+
+    return Own(), put(Own, "by")
+
+
+def of_argument() -> tuple[Run, Set]:
+    layer = Layer()
+    run = fz.block(lambda p, x, layer: x @ p["w"] * layer.by)
+    return lambda p, x: run(p, x, layer), put(layer, "by")
+
+
+def of_partial() -> tuple[Run, Set]:
+    layer = Layer()
+    return functools.partial(lambda layer, p, x: x @ p["w"] * layer.by, layer), put(layer, "by")
+
+
+def of_environment() -> tuple[Run, Set]:
+    return lambda p, x: x @ p["w"] * float(os.environ["FZERO_TEST_BY"]), lambda value: os.environ.update(FZERO_TEST_BY=str(value))
+
+
+def of_getenv() -> tuple[Run, Set]:
+    return lambda p, x: x @ p["w"] * float(os.getenv("FZERO_TEST_BY", "1")), of_environment()[1]
+
+
+def of_module() -> tuple[Run, Set]:
+    module = types.ModuleType("fzero_test_settings")
+    sys.modules[module.__name__] = module
+    return lambda p, x: x @ p["w"] * module.by, put(module, "by")
+
+
+def of_import() -> tuple[Run, Set]:
+    set_module = of_module()[1]
+
+    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
+        import fzero_test_settings  # pyright: ignore[reportMissingImports]
+
+        return x @ p["w"] * fzero_test_settings.by
+
+    return run, set_module
+
+
+def of_nn_module() -> tuple[Run, Set]:
+    module = Module()
+    return lambda p, x: module(p["w"], x), put(module, "by")
+
+
+def of_training() -> tuple[Run, Set]:
+    module = Module()
+    return lambda p, x: x @ p["w"] * (2.0 if module.drop.training else 1.0), lambda value: module.train(value == 1.0) and None
+
+
+def of_attribute_of_function() -> tuple[Run, Set]:
+    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ p["w"] * run.by  # pyright: ignore[reportFunctionMemberAccess]
+
+    return run, put(run, "by")
+
+
+def of_context() -> tuple[Run, Set]:
+    return lambda p, x: x @ p["w"] * variable.get(), lambda value: variable.set(value) and None
+
+
+def of_array() -> tuple[Run, Set]:
+    array = np.ones(3)
+    return lambda p, x: x @ p["w"] * float(array[1]), lambda value: array.fill(value)
+
+
+def of_long_list() -> tuple[Run, Set]:
+    table = [1.0] * 1000
+    return lambda p, x: x @ p["w"] * table[-1], lambda value: table.__setitem__(-1, value)
+
+
+def of_enum() -> tuple[Run, Set]:
+    config = types.SimpleNamespace(mode=Mode.ONE)
+    return lambda p, x: x @ p["w"] * config.mode.value, lambda value: put(config, "mode")(Mode.ONE if value == 1.0 else Mode.OTHER)
+
+
+def of_sign_of_zero() -> tuple[Run, Set]:
+    config = types.SimpleNamespace(zero=0.0)
+    return lambda p, x: x @ p["w"] * (1.0 if str(config.zero) == "0.0" else 2.0), lambda value: put(config, "zero")(0.0 if value == 1.0 else -0.0)
+
+
+WAYS = {name: way for name, way in globals().items() if name.startswith("of_")}
+PARAMS, BATCH = {"w": torch.arange(9.0).view(3, 3) / 10}, torch.ones(2, 3)
+MESH = fz.AbstractMesh(data=1)
+
+
+def numbers(step: Any) -> tuple[float, float]:
+    plain = step(step.init(PARAMS), BATCH)[1]["loss"]
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    return float(plain), float(train(train.init(PARAMS), BATCH)[1]["loss"])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_setting_that_changes_between_two_calls_is_another_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FZERO_TEST_BY", "1.0")
+    fn, put_value = WAYS[name]()
+    run = fn if name == "of_argument" else fz.block(fn)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for by in (1.0, 4.0, 1.0):
+            put_value(by)
+            total = total + run(p, x).square().mean()
+        return total
+
+    plain, compiled = numbers(fz.train_step(loss, optim.sgd(0.1)))
+    assert compiled == plain
+    plain_once, _ = numbers(fz.train_step(lambda p, x: run(p, x).square().mean(), optim.sgd(0.1)))
+    assert plain != 3 * plain_once  # the setting does something
+
+
+def functions(loss: Callable[..., Any], params: Any) -> list[str]:
+    return list(fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, params, BATCH).program.functions)
+
+
+def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that are alike, made anew for each layer, attributes that differ and that no code names, one setting there and back."""
+    from fzero.program import block as module
+
+    traced: list[str] = []
+    real = module._trace
+    monkeypatch.setattr(module, "_trace", lambda body, name, *args: traced.append(name) or real(body, name, *args))
+
+    class Named(Layer):
+        def __init__(self, index: int):
+            self.name, self.config = f"layer {index}", types.SimpleNamespace(eps=1e-6, sizes=[1, 2])
+
+        def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ p["w"]) * self.by + self.config.eps
+
+    layers = [Named(i) for i in range(6)]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x @ params[0]["w"]
+        for layer, p in zip(layers, params, strict=True):
+            x = fz.block(layer)(p, x)
+            x = fz.block(lambda p, x: helper(x) * options["by"][0])(p, x)
+        return x.mean()
+
+    names = functions(loss, [PARAMS] * 6)
+    assert len(traced) == 2, traced
+    assert sum("glue" not in n and "_vjp" not in n and "grad" not in n and n not in ("update", "reduce") and "scalars" not in n for n in names) == 2, names
+
+
+def test_what_a_block_changes_itself() -> None:
+    """A counter that decides nothing costs one trace more, however many calls there are; one that decides is refused, forward alone too."""
+
+    class Counting(Layer):
+        calls = 0
+
+        def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return torch.tanh(x @ p["w"]) * (1 if self.by else self.calls)
+
+    def loss(layer: Layer) -> Callable[..., torch.Tensor]:
+        def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+            for p in params:
+                x = fz.block(layer)(p, x)
+            return x.mean()
+
+        return fn
+
+    made = [functions(loss(Counting()), [PARAMS] * n) for n in (6, 12)]
+    counting = Counting()
+    functions(loss(counting), [PARAMS] * 12)
+    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (made, counting.calls)  # the first layer's input has no gradient
+
+    counting.by = 0.0
+    with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
+        functions(loss(counting), [PARAMS] * 2)
+    with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
+        fz.lower(fz.eval_step(loss(counting)), MESH, [PARAMS] * 2, (BATCH,))
+
+
+def test_what_settings_tell() -> None:
+    """Where a value was found, and both values; nothing where nothing changed; in doubt equal unless strict."""
+    config = types.SimpleNamespace(rates=[0.5, 1.0], unread=1)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * config.rates[1]
+
+    before = settings(fn, strict=False)
+    config.unread = 2
+    assert changes(before, settings(fn, strict=False)) == []
+    config.rates[1] = 2.0
+    assert changes(before, settings(fn, strict=False)) == ["config.rates[1]: 1.0 before, 2.0 now"]
+    config.rates = [0.5]
+    assert changes(before, settings(fn, strict=False)) == ["config.rates: a list of 2 before, a list of 1 now"]
+
+    def reads(values: Any) -> Any:
+        return lambda: values
+
+    for strict, same in ((True, False), (False, True)):
+        assert (settings(reads(iter([1])), strict=strict) == settings(reads(iter([1])), strict=strict)) == same
+        assert (settings(reads(torch.ones(2)), strict=strict) == settings(reads(torch.ones(2)), strict=strict)) == same
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert settings(reads(loop)).facts
+    for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ("1", 1), ((1,), [1]), ({"a": 1}, {"a": 2}), ({1, 2}, {1, 3})):
+        assert settings(reads(one)).facts != settings(reads(other)).facts, (one, other)
+    assert settings(reads(float("nan"))).facts == settings(reads(-float("nan"))).facts
+
+
+def test_what_is_not_the_same_twice_is_refused() -> None:
+    """A block that draws or counts in Python is refused where it is traced; what neither that nor its settings show, `check_equivalent` finds."""
+    numbers_ = iter(range(1, 1000))
+    run = fz.block(lambda p, x: x @ p["w"] * next(numbers_))
+    with pytest.raises(fz.errors.TraceError, match=r"(?s)block lambda: computes something else each time it is called.*test_block_settings.py:\d+.*Fix: pass"):
+        numbers(fz.train_step(lambda p, x: run(p, x).mean(), optim.sgd(0.1)))
+
+    generator = torch.Generator()  # its seed is in no attribute
+    seeded = fz.block(lambda p, x: x @ p["w"] * generator.initial_seed())
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for seed in (1, 2):
+            generator.manual_seed(seed)
+            total = total + seeded(p, x).mean()
+        return total
+
+    with pytest.raises(fz.errors.TraceError, match="block lambda: computes something else than at an earlier call"):
+        fz.testing.check_equivalent(fz.train_step(loss, optim.sgd(0.1)), PARAMS, BATCH, fz.make_mesh(data=1))
