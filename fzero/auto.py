@@ -1,12 +1,11 @@
 """offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
 
-[Note: ladders] A ladder is an order in which roles leave the device, each for its tier. What does not fit is moved rung by rung: the roles before in whole,
-and of the last one as little as will do, in steps of 1/8, found by bisection. Of what is on disk, as much as there is room for comes back to the host. Each
-ladder ends at its first rung that fits, taken with that share and with all of its roles: some updates are quicker when all that they read is in one place.
-Of what the ladders come to, the plan says which is fastest.
+[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles before in whole, and a part of the last
+one. Of what is on disk a part may be on the host instead.
 
-[Note: bounds] Each program that is looked at takes time to make, so it is made only where it may matter: not if what rests on a tier is too much for it
-already, and for its time not if the disk alone takes longer than the best step found so far.
+[Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (fzero/bounds.py): the bytes that rest, the
+gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for those that are expected not to fit, by
+what programs alike took besides the least; until none that is left can be faster, or so many lines were made that more would take too long.
 """
 
 from __future__ import annotations
@@ -14,17 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fzero.budget import ENDS, Budget, Choice
+from fzero.bounds import Least, Rests, sizes_of
+from fzero.budget import ENDS, GAIN, Budget, Choice
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.progress import Progress
-from fzero.schedule.memory import resting_bytes
 from fzero.schedule.plan import Decision, peak_bytes, step_seconds
 from fzero.transforms.offload import ROLES, Offload
+from fzero.transforms.tiers import GRADS
 from fzero.units import duration
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
+MOST_LINES = 20_000  # of all programs that are made, once one of them fits
 
 _STATE = ("opt_state", "params")  # of the same leaves
 _ON_HOST = (
@@ -114,20 +116,33 @@ class _Search:
         self.variants: dict[Shares, Variants] = {}
         self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
         self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
+        self.besides: dict[Any, tuple[float, float]] = {}  # bytes of device and host that programs took besides the least
+        self.num_lines = 0  # of the programs that were made
 
     def run(self) -> tuple[Records, Decision]:
-        if self._fits(()):
+        if self._try((), self.least):
             return (), Decision("offload", "nothing", "the step fits as it is")
-        found = self.found
-        for ladder in self._ladders():
-            for shares in self._climb(ladder):
-                if shares not in found and self._floor(shares) < min(found.values(), default=math.inf):
-                    found[shares] = self._seconds(shares)
-        if not found:
+        asked = self._everything()
+        program = self._variants(asked).cut(self.least)
+        self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
+        bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
+        tried = set[tuple[Shares, Choice]]()
+        for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
+            if self.found and (self.num_lines > MOST_LINES or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values())):
+                break
+            if not self._expected(candidate, bounds[candidate]):
+                tried.add(candidate)
+                self._try(*candidate, bounds[candidate])
+        left = sorted(bounds.keys() - tried, key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely, str(c[0]), c[1].host_share))
+        begin = self.num_lines
+        for candidate in left if not self.found else ():  # programs differ in what they take besides the least
+            if self._try(*candidate, bounds[candidate]) or self.num_lines - begin > MOST_LINES:
+                break
+        if not self.found:
             raise self._unmet()
-        best, *others = sorted(found, key=lambda shares: found[shares])
-        why = "; ".join([f"{duration(found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(found[o])}" for o in others[:2])])
-        return self._records(best), Decision("offload", _names(best), why)
+        best, *others = sorted(self.found, key=lambda shares: self.found[shares])
+        why = [f"{duration(self.found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])]
+        return self._records(best), Decision("offload", _names(best), "; ".join(why))
 
     def _ladders(self) -> list[Ladder]:
         """Without the roles that may not be moved, and the tiers that are not there."""
@@ -138,28 +153,27 @@ class _Search:
             found[tuple((roles, tier) for roles, tier in asked if roles and tier in able)] = None
         return list(found)
 
-    def _climb(self, ladder: Ladder) -> Iterator[Shares]:
-        """The first rung of a ladder that fits, with as little of it as will do and with all, and with what the host has room for on the host."""
-        below: Shares = ()
-        for roles, tier in ladder:
-            whole = (*below, _Share(roles, tier, FINEST))
-            if self._over(0, whole):
-                below = whole
-                continue
-            n = _least(FINEST, lambda n: not self._over(0, (*below, _Share(roles, tier, n))))  # noqa: B023
-            for shares in dict.fromkeys([(*below, _Share(roles, tier, n)), whole]):
-                yield from self._with_back(shares)
-            return
+    def _layouts(self) -> list[Shares]:
+        """The rungs of all ladders, and of what is on disk more and more on the host instead."""
+        found: dict[Shares, None] = {}
+        for ladder in self._ladders():
+            below: Shares = ()
+            for roles, tier in ladder:
+                for n in range(1, FINEST + 1):
+                    shares = (*below, _Share(roles, tier, n))
+                    found[shares] = None
+                    for i, share in enumerate(shares):
+                        if share.tier == "nvme" and not self.unified and self.budget.host is not None:
+                            found.update(((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None) for k in range(1, share.eighths + 1))
+                below = shares
+        return list(found)
 
-    def _with_back(self, shares: Shares) -> Iterator[Shares]:
-        if self._fits(shares):
-            yield shares
-        for i, share in enumerate(shares):
-            if share.tier == "nvme" and not self.unified and self.budget.host is not None:
-                with_ = lambda n, i=i, share=share: (*shares[:i], replace(share, back=n), *shares[i + 1 :])  # noqa: E731
-                n = share.eighths - _least(share.eighths, lambda less: not self._over(1, with_(share.eighths - less)))  # noqa: B023
-                if n and self._fits(with_(n)):
-                    yield with_(n)
+    def _everything(self) -> Shares:
+        """All that may leave the device."""
+        state = tuple(role for role in _STATE if role in self.auto.of)
+        tier = "nvme" if self.unified else "cpu"
+        activations = (_Share(("activations",), "cpu", FINEST),) if "activations" in self.auto.of and not self.unified else ()
+        return (*((_Share(state, tier, FINEST),) if state else ()), *activations)
 
     # --- what a choice takes ---
 
@@ -171,78 +185,58 @@ class _Search:
             self.variants[shares] = self.build(self._records(shares))
         return self.variants[shares]
 
-    def _peaks(self, shares: Shares, way: Choice) -> Peaks:
-        if (shares, way) not in self.peaks:
-            self.peaks[shares, way] = peak_bytes(self._variants(shares)(way), self.budget.device, self.budget.backend)
-            if self.progress is not None:
-                best = min(self.found, key=lambda shares: self.found[shares], default=None)
-                self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
-        return self.peaks[shares, way]
-
     def _ways(self, shares: Shares) -> list[Choice]:
-        """Where updates may run and gradients wait, what takes least of the device first: all updates on the host, or, if that is open, none; what lies
-        between is looked at afterwards."""
-        variants = self._variants(shares)
-        sides = ENDS if variants.open_side else ENDS[:1]
-        return [replace(self.least, host_share=share, grads=grads) for share in sides for grads in reversed(variants.grads(self.least))]
+        """Where updates may run and gradients wait: all updates on the host, or, if that is open, none; what lies between is looked at afterwards."""
+        state = any("opt_state" in share.roles for share in shares)
+        open_side = state and not self.unified and self.auto.update_on == "auto"
+        kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        return [replace(self.least, host_share=share, grads=grads) for share in (ENDS if open_side else ENDS[:1]) for grads in kinds]
 
-    def _fitting(self, shares: Shares) -> list[Choice]:
-        return [way for way in self._ways(shares) if not self.budget.over(self._peaks(shares, way))]
+    def _bound(self, shares: Shares, way: Choice) -> Least:
+        of = dict.fromkeys(ROLES, (0.0, 0.0))
+        for share in shares:
+            on_host = share.back if share.tier == "nvme" else share.eighths
+            of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
+        on_host = way.host_share > 0 and self.auto.update_on != "device"
+        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device)
 
-    def _fits(self, shares: Shares) -> bool:
-        return not self.budget.over(self._resting(shares)) and any(not self.budget.over(self._peaks(shares, way)) for way in self._ways(shares))
+    def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
+        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
+        shares, way = candidate
+        device, host = self.besides.get(_kind(shares, way)) or self.besides.get(way) or (0.0, 0.0)
+        return self.budget.over((int(bound.device + device), int(bound.host + host), int(bound.disk)))
 
-    def _over(self, tier: int, shares: Shares) -> bool:
-        """Whether it takes too much of the device (0) or the host (1)."""
-        limit = self.budget.limits[tier]
-        if limit is None or self._resting(shares)[tier] > limit:
-            return limit is not None
-        ways = self._ways(shares)
-        return all(self._peaks(shares, way)[tier] > limit for way in (ways if tier else ways[:1]))
-
-    def _seconds(self, shares: Shares) -> float:
-        programs = [self._variants(shares)(way) for way in self._fitting(shares)]
-        return min(step_seconds(program, self.budget.device, self.budget.backend) for program in programs)
-
-    # --- what it takes at least, which no program is needed for ---
-
-    def _resting(self, shares: Shares) -> Peaks:
-        base = self._variants(shares).base
-        device, host, disk = (resting_bytes(base, tier) for tier in ("device", "host", "disk"))
-        return device, host, disk
-
-    def _floor(self, shares: Shares) -> float:
-        """Seconds for which the disk is busy: what is updated there is read and written."""
-        base, device = self._variants(shares).base, self.budget.device
-        written = {w for line in base.lines if line.op == "update" for w in line.writes}
-        leaves = [leaf for name, leaf in base.leaves.items() if name in written and leaf.layout.tier == "disk"]
-        nbytes = sum(leaf.shard_numel(base.mesh) * leaf.dtype.itemsize for leaf in leaves)
-        return nbytes / device.disk_read.bandwidth + nbytes / device.disk_write.bandwidth
+    def _try(self, shares: Shares, way: Choice, bound: Least | None = None) -> bool:
+        """Whether a program fits, which is made for it; the seconds of one that does."""
+        program, device, backend = self._variants(shares)(way), self.budget.device, self.budget.backend
+        peaks = self.peaks[shares, way] = peak_bytes(program, device, backend)
+        self.num_lines += len(program.lines)
+        if bound is not None:
+            self.besides[way] = self.besides[_kind(shares, way)] = peaks[0] - bound.device, peaks[1] - bound.host
+        if fits := not self.budget.over(peaks):
+            self.found[shares] = min(self.found.get(shares, math.inf), step_seconds(program, device, backend))
+        if self.progress is not None:
+            best = min(self.found, key=lambda shares: self.found[shares], default=None)
+            self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
+        return fits
 
     def _unmet(self) -> BudgetError:
         over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
-        for shares in self.variants:  # of what was never made all that it takes is more
-            over.setdefault(shares, (self.budget.over(self._resting(shares)), self._resting(shares)))
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
         problems = []
         for shares in least.values():
-            peaks = min((self._peaks(shares, way) for way in self._ways(shares)), key=self.budget.over)
-            limits = zip(("device", "host", "disk"), peaks, self.budget.limits, strict=True)
+            limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
             needs = [f"{where} {need:,} bytes" + (f" of {limit:,}" if limit is not None else "") for where, need, limit in limits if need]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
         fix = "raise a budget" if self.auto.path else 'give it a disk, fz.offload("auto", path=DIR), or raise a budget'
         return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, f"{fix}; or shard more, or use a smaller batch"))
 
 
-def _least(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest number from 1 on that fits, by bisection, if `most` does: more takes less."""
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+def _kind(shares: Shares, way: Choice) -> Any:
+    """What those have in common that take as much besides the least."""
+    return way, tuple((share.roles, share.tier, 0 < share.back) for share in shares)
 
 
 def _names(shares: Shares) -> str:

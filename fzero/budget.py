@@ -192,7 +192,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
     if choice.grads != "update":
         where = "host" if choice.grads == "host" else "device"
-        why = "gradients that wait leave the device, wherever their update runs: it needs the room" if where == "host" else "sums over micro-batches: it is faster"
+        why = "wherever their update runs: the device has no room for them" if where == "host" else "sums over micro-batches: it is faster"
         out.append(Decision("gradients wait", f"on the {where}", why))
     if choice.guess:
         why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again if that changes it"

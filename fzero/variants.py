@@ -81,6 +81,10 @@ class Variants:
             self._finished[key] = finished(program, choice.order, on_device, choice.guess, waiting)
         return self._finished[key]
 
+    def cut(self, choice: Choice) -> Program:
+        """The program of a choice before copies between tiers are placed: in the order of its lines."""
+        return self._stages(choice)[-1]
+
     def verified(self, choice: Choice) -> Program:
         """The program of a choice, with each that it came from verified."""
         with uncollected():

@@ -21,7 +21,7 @@ from fzero.program.names import Names, identifier
 from fzero.program.storages import output_storages
 from fzero.transforms.offload import Offload, spread_out
 
-SMALL = 1 << 14  # bytes: an activation, or a gradient, of less stays on the device
+SMALL = 1 << 14  # bytes: an activation of less stays on the device, as do the gradients of an update that are all less
 GRADS = ("device", "update", "host")
 """Which gradients wait in host memory: see `waiting_on_host`."""
 
@@ -90,10 +90,28 @@ def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> 
         off = {a for a, leaf in state.items() if leaf.layout.tier != "device"}
         nbytes = [sum(state[a].numel * state[a].dtype.itemsize for a in names) for names in (off, state)]
         on_host = bool(off) and on_device.isdisjoint(off) and 2 * nbytes[0] >= nbytes[1]
-        read = {a for a in line.args if a not in own and local_bytes(values[a], program.mesh) >= SMALL}
+        read = {a for a in line.args if a not in own}
+        if all(local_bytes(values[a], program.mesh) < SMALL for a in read):
+            continue
         late = read if not known.isdisjoint(line.args) else read & totals
         found |= late - totals if on_host and grads == "device" else late if on_host or grads == "host" else set()
     return frozenset(found)
+
+
+def saved_activations(program: Program) -> set[str]:
+    """The values between forward and backward that wait on the host."""
+    record = next((t for t in program.transforms if isinstance(t, Offload) and "activations" in t.of), None)
+    if record is None:
+        return set()
+    lines = [line for line, _ in program.walk()]
+    late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+    found = []
+    for line in lines:
+        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
+            outputs = output_storages(program.functions[line.fn].graph)
+            found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
+    chosen = spread_out([v.nbytes for v in found], record.fraction)
+    return {v.name for v, off in zip(found, chosen, strict=True) if off}
 
 
 def _updates(program: Program) -> list[Line]:
@@ -151,7 +169,7 @@ class _Rewrite:
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
             self.values[name] = replace(self.values[name], tier=leaf.layout.tier)
-        self.saved = self._saved()
+        self.saved = saved_activations(self.program)
         lines = self._lines(self.program.lines)
         inputs = tuple(self.values[v.name] for v in self.program.inputs)
         return replace(self.program, inputs=inputs, lines=tuple(lines), functions=self.functions)
@@ -375,21 +393,6 @@ class _Rewrite:
         return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
 
     # --- what waits on the host ---
-
-    def _saved(self) -> set[str]:
-        """The values between forward and backward that rest on the host."""
-        record = next((r for r in self.records if "activations" in r.of), None)
-        if record is None:
-            return set()
-        lines = [line for line, _ in self.program.walk()]
-        late = {a for line in lines if line.attrs.get("backward") for a in line.args}
-        found = []
-        for line in lines:
-            if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
-                outputs = output_storages(self.program.functions[line.fn].graph)
-                found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
-        chosen = spread_out([v.nbytes for v in found], record.fraction)
-        return {v.name for v, off in zip(found, chosen, strict=True) if off}
 
     def _rest(self, line: Line) -> list[Line]:
         """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of them are made."""
