@@ -61,14 +61,21 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     return zero
 
 
-def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any) -> Inputs:
-    """The leaf table of parameters given whole: how each will rest."""
+def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known: Sequence[Leaf] = ()) -> Inputs:
+    """The leaf table of parameters given whole: how each will rest.
+
+    Args:
+        step, mesh: whose they are.
+        params: the tree, with whole leaves.
+        known: for an evaluation, the leaves as they rest: a training step's own predicate says what its loss function returns anew.
+    """
     precision = find(step.transforms, MixedPrecision)
     zero = zero_of(step, mesh)
     flat, structure = tree.flatten(params)
+    mutable = step.mutates(params) if isinstance(step, Step) else [x.role == "mutable" for x in known] or [False] * len(flat)
     leaves = []
-    for path, x in zip(tree.paths(params, "params"), flat, strict=True):
-        leaf = Leaf(path, "params", tuple(x.shape), Layout(x.dtype))
+    for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
+        leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)

@@ -230,6 +230,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
                 wants_key=wants_key(step.loss_fn),
                 params=params,
                 trains=trains,
+                mutates=None if step.mutable is None else step.mutates(abstract_params(params)),
                 opt_state=opt_state,
                 batch=micro,
                 extras=extra_leaves(step, params),

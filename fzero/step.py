@@ -19,7 +19,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.base import is_transformation
-from fzero.program.means import Weighted, flatten_means, split_loss
+from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.record import plainly
 
@@ -54,6 +54,7 @@ class Step:
     optimizer: GradientTransformation
     has_aux: bool = False
     trainable: Predicate | None = None
+    mutable: Predicate | None = None
     transforms: tuple[Any, ...] = ()
 
     @property
@@ -61,23 +62,35 @@ class Step:
         return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
     def trains(self, params: Any) -> list[bool]:
-        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts.
+        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts and `mutable` does not.
 
         Raises:
             FzeroTypeError: complex leaves that would be.
             FzeroValueError: a tied leaf of which `trainable` accepts some paths alone.
         """
-        flat, paths = tree.leaves(params), tree.paths(params, "params")
-        with compat.no_modes():  # in a trace they are not part of what is traced
-            meta = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in flat]
-        accepted = [
-            (x.is_floating_point() or x.is_complex()) and (self.trainable is None or bool(self.trainable(p, x))) for p, x in zip(paths, meta, strict=True)
-        ]
+        meta, paths = _meta_leaves(params), tree.paths(params, "params")
+        asked = [not kept and (x.is_floating_point() or x.is_complex()) for kept, x in zip(self.mutates(params), meta, strict=True)]
+        accepted = [a and (self.trainable is None or bool(self.trainable(p, x))) for a, p, x in zip(asked, paths, meta, strict=True)]
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, trained in zip(paths, meta, accepted, strict=True) if trained and x.is_complex()]:
             fix = "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
             raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
-        if torn := torn_ties(paths, ties(flat), accepted, "trainable"):
+        if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "trainable"):
             raise FzeroValueError(message("train_step", "tied leaves are trained by some of their paths alone", torn, "accept all their paths, or none"))
+        return accepted
+
+    def mutates(self, params: Any) -> list[bool]:
+        """For each leaf whether the loss function returns its new value: one that `mutable` accepts.
+
+        Raises:
+            FzeroTypeError: complex leaves among them.
+            FzeroValueError: a tied leaf of which `mutable` accepts some paths alone.
+        """
+        meta, paths = _meta_leaves(params), tree.paths(params, "params")
+        accepted = [self.mutable is not None and bool(self.mutable(p, x)) for p, x in zip(paths, meta, strict=True)]
+        if wrong := [f"{p}: {tree.describe(x)}" for p, x, kept in zip(paths, meta, accepted, strict=True) if kept and x.is_complex()]:
+            raise FzeroTypeError(message("train_step", "complex leaves are not averaged over ranks", wrong, "give torch.view_as_real(leaf) in its place"))
+        if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):
+            raise FzeroValueError(message("train_step", "tied leaves are mutable by some of their paths alone", torn, "accept all their paths, or none"))
         return accepted
 
     def optimized(self, params: Any) -> Any:
@@ -118,25 +131,27 @@ class Step:
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
         kwargs = {"key": fzrandom.fold_in(state.key, state.step)} if wants_key(self.loss_fn) else {}
 
+        mutable = self.mutates(state.params)
         made: dict[str, Any] = {}
 
-        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[list[torch.Tensor], dict[int, torch.Tensor]]]:
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
-            parts, aux = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux)
+            parts, aux, new = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux, self.mutable is not None)
             flatten_means(aux)
             flat, made["aux"] = tree.flatten(aux)
-            return parts.total if parts.count is None else parts.total / parts.count, flat
+            changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
+            return parts.total if parts.count is None else parts.total / parts.count, (flat, changed)
 
         if not trained:
             raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
         with plainly("train_step"):
-            flat, (value, aux_leaves) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
+            flat, (value, (aux_leaves, changed)) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
         by_index, aux = dict(zip(trained, flat, strict=True)), tree.unflatten(made["aux"], aux_leaves)
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
-        new = dict(zip(trained, tree.leaves(new_params), strict=True))
+        new = {**dict(zip(trained, tree.leaves(new_params), strict=True)), **changed}
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
         metrics: dict[str, Any] = {"loss": value, "grad_norm": norm, "finite": torch.isfinite(value) & torch.isfinite(norm)}
         if tree.leaves(aux):
@@ -162,7 +177,14 @@ class EvalStep:
         return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
 
 
-def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *, has_aux: bool = False, trainable: Predicate | None = None) -> Step:
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: GradientTransformation,
+    *,
+    has_aux: bool = False,
+    trainable: Predicate | None = None,
+    mutable: Predicate | None = None,
+) -> Step:
     """A training step from a loss and an optimizer.
 
     Args:
@@ -173,12 +195,19 @@ def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *
             micro-batches, `fz.weighted` ones exactly.
         trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves are never trained, and complex ones are
             to be refused. Of a tied leaf it accepts all paths, or none.
+        mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the running statistics of a batch norm: it returns
+            `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new` is a tree like `params` with a value for each of these leaves, in its shape and dtype;
+            other leaves are left out, None, or as they came. They are assigned at the end of the step. Floating-point values are averaged over ranks and
+            micro-batches, others must be the same on all of them. They get no gradient and no optimizer state, rest whole and in their own dtype. See
+            docs/mutable.md.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`; from the step, a complex leaf that is not refused.
-        FzeroValueError: from the step, a tied leaf that `trainable` accepts by some of its paths alone.
+        FzeroTypeError: an optimizer without `init` and `update`; from the step, a complex leaf that is not refused; new values that are
+            missing, of another shape or dtype, or of leaves that `mutable` does not accept.
+        FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone; new values that are not floating point
+            and differ between ranks or micro-batches, on every rank alike.
         TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.
 
     Example:
@@ -190,8 +219,9 @@ def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
-    if trainable is not None and not callable(trainable):
-        problems.append(f"trainable is {type(trainable).__name__}, not a predicate of (path, leaf)")
+    for name, predicate in (("trainable", trainable), ("mutable", mutable)):
+        if predicate is not None and not callable(predicate):
+            problems.append(f"{name} is {type(predicate).__name__}, not a predicate of (path, leaf)")
     if callable(loss_fn) and not _takes(loss_fn):
         problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     if problems:
@@ -200,7 +230,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: GradientTransformation, *
         raise FzeroTypeError(
             message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
         )
-    return Step(loss_fn, optimizer, has_aux, trainable)
+    return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 
 
 def eval_step(fn: Callable[..., Any]) -> EvalStep:
@@ -279,6 +309,12 @@ def check_init(init_fn: Any) -> None:
     if isinstance(init_fn, torch.nn.Module):
         fix = "pass dict(module.named_parameters()), and call the module with torch.func.functional_call"
         raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+
+
+def _meta_leaves(params: Any) -> list[torch.Tensor]:
+    """What a predicate is asked about: the leaves, without values."""
+    with compat.no_modes():  # in a trace they are not part of what is traced
+        return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
 
 
 def _not_dense(value: Any, root: str) -> list[str]:

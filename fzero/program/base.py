@@ -18,10 +18,10 @@ from fzero.layout import LOSS_SCALE
 from fzero.mesh import AbstractMesh
 from fzero.program.delayed import Slot
 from fzero.program.ir import Line, Program, Value
-from fzero.program.means import Means, flatten_means, split_loss, summable
+from fzero.program.means import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.program.names import Names, identifier
 from fzero.program.narrow import in_8_bits
-from fzero.program.optimizer import record_update
+from fzero.program.optimizer import AGREED, record_update
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 from fzero.program.training import DType, Found, Precision, Training, grad_name
@@ -56,9 +56,12 @@ def lower_train(t: Training) -> Lowered:
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
         graph, lines, slots = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
-    outputs, largest = graph.outputs[:end], graph.outputs[end:]
-    maxima = dict(zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False))
+    outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
+    maxima = {AGREED: largest.pop(0)} if t.agreed else {}
+    maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
     wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
+    averaged = outputs[num_sums - len(t.averaged) : num_sums]
+    wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
@@ -92,8 +95,8 @@ def _assigned(update: Line) -> tuple[str, ...]:
 
 
 def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
-    """Records sums and gradients: the loss's total, its count, the auxiliary sums, then a gradient for each leaf that has one. The node is that of what
-    gradients are computed from."""
+    """Records sums and gradients: the loss's total, its count, the auxiliary sums and new values that are averaged, then a gradient for each leaf that has
+    one, then the new values that must agree, as one vector. The node is that of what gradients are computed from."""
     made: list[Found] = []
 
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
@@ -105,18 +108,21 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         if t.wants_key:
             key, step, part = it
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
-        loss, aux = split_loss(t.loss_fn(t.params.rebuild(leaves), t.batch.rebuild(batch), **kwargs), t.has_aux)
+        params = t.params.rebuild(leaves)
+        loss, aux, new = split_loss(t.loss_fn(params, t.batch.rebuild(batch), **kwargs), t.has_aux, t.mutates is not None)
         aux_leaves, means = flatten_means(aux)
+        values = {} if t.mutates is None else new_values(new, params, t.mutates)
         seed = torch.ones_like(loss.total, memory_format=torch.preserve_format) if seed is None else seed.to(loss.total.dtype)
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
-        scalars = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves]
-        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(scalars), loss.count is not None, means))
-        return [*(summable(s) for s in scalars), *(g for g in grads if g is not None), seed]
+        sums = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves, *(values[i] for i in t.averaged)]
+        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(sums), loss.count is not None, means))
+        agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
+        return [*(summable(s) for s in sums), *(g for g in grads if g is not None), *agreed, seed]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
     (found,), outputs = made, graph.outputs
-    seed = outputs.pop(found.num_sums + len(found.used))
+    seed = outputs.pop(found.num_sums + len(found.used) + bool(t.agreed))
     graph.graph.output_node().args = (tuple(outputs),)
     return graph, found, seed
 

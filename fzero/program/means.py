@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
 from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.layout import ties
 
 
 class Weighted(NamedTuple):
@@ -22,15 +24,17 @@ class Loss(NamedTuple):
     count: torch.Tensor | None
 
 
-def split_loss(result: Any, has_aux: bool) -> tuple[Loss, Any]:
-    """Checks what a loss function returned and splits it into the loss and the auxiliary values."""
-    aux = None
-    if has_aux:
-        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
-            raise FzeroTypeError(message("train_step", f"has_aux=True, but the loss function returned {tree.describe(result)}", fix="return (loss, aux)"))
-        result, aux = result
-    elif isinstance(result, tuple) and not isinstance(result, Weighted):
-        raise FzeroTypeError(message("train_step", f"the loss function returned a tuple of {len(result)}", fix="pass has_aux=True to return (loss, aux)"))
+def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss, Any, Any]:
+    """Checks what a loss function returned and splits it into the loss, the auxiliary values and the tree of new values, None for what it does not return."""
+    asked = {"aux": "has_aux=True"} if has_aux else {}
+    asked |= {"new": "mutable"} if mutates else {}
+    parts = list(result) if isinstance(result, tuple) and not isinstance(result, Weighted) else [result]
+    if len(parts) != 1 + len(asked) or (asked and parts[0] is result):
+        got = f"a tuple of {len(parts)}" if parts[0] is not result else tree.describe(result)
+        what = f"{' and '.join(asked.values())}, but the loss function returned {got}" if asked else f"the loss function returned {got}"
+        fix = f"return ({', '.join(['loss', *asked])})" if asked else "pass has_aux=True to return (loss, aux), or mutable=predicate to return (loss, new)"
+        raise FzeroTypeError(message("train_step", what, fix=fix))
+    result, found = parts[0], dict(zip(asked, parts[1:], strict=True))
     loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
     problems = []
     for what, x in (("total", loss.total), ("count", loss.count)) if loss.count is not None else (("loss", loss.total),):
@@ -59,12 +63,64 @@ def split_loss(result: Any, has_aux: bool) -> tuple[Loss, Any]:
                 fix="use the params argument (not a closure), and check `trainable` and .detach()",
             )
         )
-    return loss, aux
+    return loss, found.get("aux"), found.get("new")
+
+
+def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torch.Tensor]:
+    """The new value of each mutable leaf that a loss function returned, by the position of the first leaf that is the same tensor.
+
+    Args:
+        new: what it returned: a tree like `params`, of which leaves that are not mutable are absent, None, or as they came.
+        params: what it was given.
+        mutable: for each leaf of `params`.
+
+    Raises:
+        FzeroTypeError: listing the leaves without a new value, or with one of another shape or dtype, and values for other leaves.
+    """
+    flat, paths = tree.leaves(params), tree.paths(params, "params")
+    at, tied = {p: i for i, p in enumerate(paths)}, ties(flat)
+    problems, found = [], dict[int, torch.Tensor]()
+    for path, x in zip(tree.paths(new, "params"), tree.leaves(new), strict=True):
+        i = at.get(path)
+        if i is None:
+            problems.append(f"{path}: params has no such leaf")
+        elif not mutable[i]:
+            if x is not flat[i]:
+                problems.append(f"{path}: a new value, and `mutable` does not accept it")
+        elif not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (flat[i].shape, flat[i].dtype):
+            problems.append(f"{path}: {tree.describe(x)} for a leaf that is {tree.describe(flat[i])}")
+        elif found.setdefault(tied[i], x) is not x:
+            problems.append(f"{path}: another value than {paths[tied[i]]}, which is the same leaf")
+    asked = {tied[i] for i, wanted in enumerate(mutable) if wanted}
+    named = {tied[at[p]] for p in tree.paths(new, "params") if p in at}
+    problems += [f"{paths[i]}: no new value" for i in sorted(asked - named)]
+    if problems:
+        fix = "return a tree like params that has a value for each leaf that `mutable` accepts, e.g. {'mean': mean.to(params['mean'].dtype)}"
+        raise FzeroTypeError(message("train_step", "these new values of mutable leaves cannot be assigned", problems, fix))
+    return found
 
 
 def summable(x: torch.Tensor) -> torch.Tensor:
     """A value in the dtype it is summed in over ranks and micro-batches: float32, or float64."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def both_ends(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large each is, and how small: ~x falls as x grows."""
+    flat = torch.cat([x.detach().reshape(-1).to(torch.int64) for x in values])
+    return torch.cat([flat, ~flat])
+
+
+def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The values that `both_ends` made the vector of, the largest of each, and for each whether all were the same, bool[len(like)]."""
+    number = ends.numel() // 2
+    same = ends[:number] == ~ends[number:]
+    values, agree, start = [], [], 0
+    for x in like:
+        part = slice(start, start := start + x.numel())
+        values.append(ends[:number][part].reshape(x.shape).to(x.dtype))
+        agree.append(same[part].all())
+    return values, torch.stack(agree)
 
 
 class Means(NamedTuple):

@@ -15,10 +15,14 @@ from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState, counted
 from fzero.program.delayed import Fp8State, Slot, advanced
 from fzero.program.ir import Line, Value
+from fzero.program.means import agreeing
 from fzero.program.names import Names
 from fzero.program.record import record
 from fzero.program.training import ROUNDING_STREAM, Found, Training
 from fzero.program.watch import Watched, gradient_statistics, output_maxima
+
+AGREED = "agreed_max"
+"""Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its ending: whether they were."""
 
 
 def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
@@ -61,7 +65,7 @@ def record_update(
         t: the step.
         grads: of the parameters at these positions, as they are reduced.
         sums: of the loss and its auxiliary values, as `traced` says.
-        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`.
+        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`, `agreed_max` of new values that must agree.
         traced: what tracing the loss showed.
         names: of the program.
         watched: the blocks whose numbers are watched; None: they are not.
@@ -73,7 +77,12 @@ def record_update(
     scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
-    state = [*scale_leaves, *count_leaves, *fp8_leaves, *(params.leaves[i] for i in trained), *(opt_state.leaves[i] for i in opt_state.distinct)]
+    mutable = [*t.averaged, *t.agreed]
+    state = [
+        *(*scale_leaves, *count_leaves, *fp8_leaves),
+        *(params.leaves[i] for i in (*mutable, *trained)),
+        *(opt_state.leaves[i] for i in opt_state.distinct),
+    ]
     places += [(x.path, x.shape, x.dtype) for x in state]
     places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima.values(), *sums)]
     info: dict[str, Any] = {}
@@ -85,6 +94,7 @@ def record_update(
         scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
         counts = [next(it) for _ in count_leaves]
         history = [next(it) for _ in fp8_leaves]
+        kept = [next(it) for _ in mutable]
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
         g = {i: next(it) for i in grads}
@@ -113,12 +123,16 @@ def record_update(
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
+        changed = [(next(values) / t.num_parts).to(x.dtype) for x in kept[: len(t.averaged)]]
+        if AGREED in largest:
+            same, metrics["agreed"] = agreeing(largest[AGREED], kept[len(t.averaged) :])
+            changed += same
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        written, few = [step + 1, *new_p, *(new_o[i] for i in opt_state.distinct)], []
+        written, few = [step + 1, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)], []
         if scaling is not None and scale_state is not None:
             overflow = torch.logical_not(torch.isfinite(norm))
-            old = [step, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
             written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
             few, at_minimum = scaling.update(scale_state, overflow)
             metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}

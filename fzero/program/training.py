@@ -62,6 +62,7 @@ class Training:
     wants_key: bool
     params: Inputs
     trains: Sequence[bool]  # for each leaf of params
+    mutates: Sequence[bool] | None  # likewise, whether the loss function returns its new value; None: it returns none
     opt_state: Inputs
     batch: Inputs
     extras: dict[str, Leaf]
@@ -73,10 +74,24 @@ class Training:
     def trained(self) -> list[int]:
         return [i for i in self.params.distinct if self.trains[i]]
 
+    @property
+    def mutable(self) -> list[int]:
+        return [i for i in self.params.distinct if self.mutates is not None and self.mutates[i]]
+
+    @property
+    def averaged(self) -> list[int]:
+        """The mutable leaves whose new values are means over ranks and micro-batches."""
+        return [i for i in self.mutable if self.params.leaves[i].dtype.is_floating_point]
+
+    @property
+    def agreed(self) -> list[int]:
+        """The mutable leaves whose new values must be the same on all ranks and in all micro-batches."""
+        return [i for i in self.mutable if not self.params.leaves[i].dtype.is_floating_point]
+
 
 @dataclass(frozen=True)
 class Found:
-    """What tracing a loss showed: which leaves have a gradient, whether it is weighted, and its auxiliary values."""
+    """What tracing a loss showed: which leaves have a gradient, how many sums there are, whether it is weighted, and its auxiliary values."""
 
     used: list[int]
     num_sums: int

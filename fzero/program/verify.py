@@ -132,7 +132,8 @@ class _Checker:
                 self.problems.append(f"output {name} is {value.placement}")
             elif self._root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        state = {n for n, leaf in self.program.leaves.items() if leaf.role in ("params", "opt_state", "step", "compute", "loss_scale", "precision", "fp8")}
+        roles = ("params", "mutable", "opt_state", "step", "compute", "loss_scale", "precision", "fp8")
+        state = {n for n, leaf in self.program.leaves.items() if leaf.role in roles}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")

@@ -44,7 +44,7 @@ class CompiledEval(Compiled):
     def _expect(self, params: Any) -> Inputs:
         check_params(params)
         found = placed_inputs(params, self.mesh)
-        expected = params_inputs(self.step, self.mesh, abstract_params(found))
+        expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
         wrong = differences(found, expected)
         if wrong:
             raise FzeroValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +21,16 @@ from fzero.runtime import agree, resting
 from fzero.step import State, Step
 
 
-def placed_inputs(values: Any, mesh: Mesh, role: str = "params") -> Inputs:
-    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole."""
+def placed_inputs(values: Any, mesh: Mesh, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None) -> Inputs:
+    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: which of the leaves the loss function returns
+    anew; by default those of which it was said where they were made."""
     flat, structure = tree.flatten(values)
+    known = [leaf_of(x) for x in flat]
+    changes = mutable(values) if mutable else [at is not None and at[0].role == "mutable" for at in known]
     leaves = []
-    for path, x in zip(tree.paths(values, role), flat, strict=True):
-        known = leaf_of(x)
-        leaves.append(replace(known[0], path=path, role=role) if known else Leaf(path, role, tuple(x.shape), Layout(x.dtype)))
+    for path, x, at, changed in zip(tree.paths(values, role), flat, known, changes, strict=True):
+        leaf = at[0] if at else Leaf(path, role, tuple(x.shape), Layout(x.dtype))
+        leaves.append(replace(leaf, path=path, role="mutable" if changed else role))
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
 
 

@@ -22,7 +22,7 @@ from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.compiled import Compiled
 from fzero.runtime.safer import Safer
 from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
-from fzero.runtime.watch import AtMinimum, check_finite
+from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, State, Step, check_params, check_state
 from fzero.transforms.base import find
@@ -40,7 +40,7 @@ class CompiledStep(Compiled):
         precision = find(step.transforms, MixedPrecision)
         scaling = precision.scaling if precision else None
         self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
-        self._safer, self._last = Safer(mesh), Last()
+        self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
@@ -172,7 +172,8 @@ class CompiledStep(Compiled):
             (docs/transforms/offload.md).
 
         Raises:
-            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step.
+            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new values of
+            leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
         lowered, run = self.built(state, batch)
@@ -183,6 +184,9 @@ class CompiledStep(Compiled):
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
+        if "agreed" in metrics:
+            mutable = [lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"]
+            self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
@@ -232,7 +236,7 @@ class CompiledStep(Compiled):
         check_state(state, "make one with train.init or train.restore")
         if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
-            found, opt = placed_inputs(state.params, self.mesh), placed_inputs(state.opt_state, self.mesh, "opt_state")
+            found, opt = placed_inputs(state.params, self.mesh, mutable=self.step.mutates), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)
             known = self._last.inputs

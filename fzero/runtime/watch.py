@@ -1,12 +1,14 @@
-"""What the host looks at beside a step: parameters that are not finite at the start, and a loss scale that cannot be lowered any more.
+"""What the host looks at beside a step: parameters that are not finite at the start, a loss scale that cannot be lowered any more, and new values of
+leaves that must agree and do not.
 
-Neither waits for the device within a step: the first is asked once, the second is read when it has arrived.
+None waits for the device within a step: the first is asked once, the others are read when they have arrived.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,36 +37,60 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
         raise FzeroValueError(message("step", "training cannot start from parameters that are not finite", wrong, fix))
 
 
-class AtMinimum:
-    """Says once, or raises, that gradients overflow though the loss scale is at its minimum.
+class Arriving:
+    """Flags of steps as they reach the host, in the order of the steps.
 
-    A device that runs behind the host is not waited for: a warning comes when the host learns of it. An error must come in the same step
-    on every rank, so the flag of the last step but one is waited for, which the device has long done.
+    A device that runs behind the host is not waited for: a flag comes when it is there. An error must come in the same step on every rank: where flags
+    may raise one, that of the last step but one is waited for, which the device has long done.
     """
 
-    def __init__(self, mesh: Mesh, minimum: float, raises: bool):
-        self._mesh, self._minimum, self._raises = mesh, minimum, raises
-        self._said = False
-        self._arriving: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+    def __init__(self, raises: bool):
+        self._raises = raises
+        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def __call__(self, flag: torch.Tensor) -> None:
-        """Looks at the flag of a step, bool[]."""
-        if not self._said:
-            self._arriving.append(_fetched(flag))
-        while self._arriving and self._is_there(self._arriving[0][1]):
-            value, _ = self._arriving.popleft()
-            if value.item():
-                self._arriving.clear()
-                self._say()
+    def __call__(self, flag: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Those that have arrived, with the flag of another step on its way."""
+        self._under_way.append(_fetched(flag))
+        while self._under_way and self._is_there(self._under_way[0][1]):
+            yield self._under_way.popleft()[0]
 
     def _is_there(self, event: torch.cuda.Event | None) -> bool:
         """Whether the oldest flag has arrived; to raise by it, that of the last step is not asked for and any other is waited for."""
         if event is None or not self._raises:
             return event is None or event.query()
-        if len(self._arriving) == 1:
+        if len(self._under_way) == 1:
             return False
         event.synchronize()
         return True
+
+
+class Agreement:
+    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches: in that step, or on a device that runs
+    behind the host in the next."""
+
+    def __init__(self) -> None:
+        self._arriving = Arriving(raises=True)
+
+    def __call__(self, same: torch.Tensor, paths: Sequence[str]) -> None:
+        """Looks at the flags of a step, bool[len(paths)]."""
+        for flags in self._arriving(same):
+            wrong = [f"{path}: not the same on every rank and in every micro-batch" for path, agrees in zip(paths, flags.tolist(), strict=True) if not agrees]
+            if wrong:
+                fix = "return what does not depend on the part of the batch, such as a count of steps; or a floating-point leaf, which is averaged"
+                raise FzeroValueError(message("step", "new values of mutable leaves differ, and only floating-point ones are averaged", wrong, fix))
+
+
+class AtMinimum:
+    """Says once, or raises, that gradients overflow though the loss scale is at its minimum."""
+
+    def __init__(self, mesh: Mesh, minimum: float, raises: bool):
+        self._mesh, self._minimum, self._raises = mesh, minimum, raises
+        self._said, self._arriving = False, Arriving(raises)
+
+    def __call__(self, flag: torch.Tensor) -> None:
+        """Looks at the flag of a step, bool[]."""
+        if not self._said and any(value.item() for value in self._arriving(flag)):
+            self._say()
 
     def _say(self) -> None:
         problem = f"loss scale {self._minimum:g}: it is not lowered any more, and every step that overflows is skipped"
@@ -81,7 +107,7 @@ def _fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]
     """A flag in host memory, and the event after which it is there."""
     if flag.device.type != "cuda":
         return flag, None
-    value = torch.empty((), dtype=flag.dtype, pin_memory=True)
+    value = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
     value.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

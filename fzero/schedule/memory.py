@@ -218,7 +218,7 @@ def roles(program: Program) -> dict[str, str]:
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
-    known = {name: role if role in ROLES else "params" if role == "compute" else "other" for name, role in known.items()}
+    known = {name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other" for name, role in known.items()}
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
     gradients: set[str] = set()  # what the update reads of the backward, and what that was made of without a function between

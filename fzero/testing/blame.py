@@ -103,7 +103,7 @@ def _is_mean(s: Setting) -> bool:
         kwargs = {"key": fzrandom.with_part(fzrandom.fold_in(state.key, state.step), i)} if wants_key(s.step.loss_fn) else {}
         with torch.no_grad():
             result = s.step.loss_fn(state.params, batch, **kwargs)
-        losses.append(result[0] if s.step.has_aux else result)
+        losses.append(result[0] if s.step.has_aux or s.step.mutable is not None else result)
     if isinstance(losses[0], Weighted):
         mean = sum(x.total for x in losses) / sum(x.count for x in losses)
     else:

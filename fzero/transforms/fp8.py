@@ -115,6 +115,8 @@ def _unfit(leaf: Leaf) -> str:
     """Why no product in 8 bits can read a leaf."""
     if not leaf.dtype.is_floating_point:
         return "not floating point"
+    if leaf.role == "mutable":
+        return "the loss function returns its new value"
     if len(leaf.shape) != 2:
         return f"{len(leaf.shape)}-d, not a matrix"
     odd = [str(n) for n in leaf.shape if n % MULTIPLE]

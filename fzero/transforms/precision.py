@@ -50,8 +50,8 @@ class MixedPrecision(Transform):
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
-        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts."""
-        if not leaf.dtype.is_floating_point:
+        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts. One that the loss function returns anew is not."""
+        if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
         return self.where is None or leaf.role != "params" or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
 
