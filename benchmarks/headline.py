@@ -45,9 +45,13 @@ def main() -> None:
                      *(f"{n / 1e9:.1f}" for n in peaks), plan.bound_by, f"{took:.0f}"])  # fmt: skip
         data.append({"micro_batches": micro_batches, "vertical": vertical, "tokens": tokens, "step_seconds": plan.step_seconds, "peaks": peaks,
                      "planned_in_cpu_seconds": took, "decisions": [d._asdict() for d in plan.decisions]})  # fmt: skip
-    notes = [f"Predicted, not measured: {device.name}, {device.source}", f"Assumed of the host: {device.host_memory_bandwidth / 1e9:.3g} GB/s of memory, "
-             f"{device.host_copy.bandwidth / 1e9:.3g} GB/s to and from the device each; of the disk {device.disk_read.bandwidth / 1e9:.3g} GB/s read, "
-             f"{device.disk_write.bandwidth / 1e9:.3g} GB/s written", *(f"{row[0]}: {d['decisions'][0]['chosen']}" for row, d in zip(rows, data, strict=True))]  # fmt: skip
+    rates = (device.host_memory_bandwidth, device.host_copy.bandwidth, device.disk_read.bandwidth, device.disk_write.bandwidth)
+    memory, link, read, write = (f"{rate / 1e9:.3g} GB/s" for rate in rates)
+    notes = [
+        f"Predicted, not measured: {device.name}, {device.source}",
+        f"Assumed of the host: {memory} of memory, {link} to the device and from it; of the disk: {read} read, {write} written",
+        *(f"{row[0]}: {found['decisions'][0]['chosen']}" for row, found in zip(rows, data, strict=True)),
+    ]
     columns = ("micro-batches", "tokens a step", "s a step", "M tokens a day", "MFU", "GPU GB", "host GB", "disk GB", "bound by", "planned in CPU s")
     found = {"device": device.name, "budgets": BUDGETS, "cases": data}
     publish("headline", "7 billion parameters on one GPU of 24 GB", columns, rows, notes, found, args.out)

@@ -26,7 +26,7 @@ from fzero.units import duration
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
-MOST_LINES = 20_000  # of all programs that are made, once one of them fits
+MOST_LINES = 12_000  # of all programs that are made, once one of them fits
 
 _STATE = ("opt_state", "params")  # of the same leaves
 _ON_HOST = (

@@ -274,6 +274,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     inputs = params_inputs(left, mesh, params)
     traced = _traced(left, mesh, inputs, batch, precision_of(step))  # with whatever may rest elsewhere
     mirrored = mirrors(traced.opt_state.leaves, inputs)
+    with_copies: dict[tuple[str, ...], Program] = {}
 
     def with_(records: Sequence[Offload]) -> Step:
         return replace(left, transforms=tuple(sorted((*left.transforms, *records), key=lambda t: (t.order, str(t)))))
@@ -284,9 +285,13 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
         on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
         on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
-        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.base.leaves.items()}
-        base = replace(traced.base, leaves=leaves, transforms=asked.transforms)
-        return traced.variants.like(_with_copies(base, asked, mesh, rests))
+        copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
+        on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
+        if tuple(copies) not in with_copies:
+            with_copies[tuple(copies)] = verify(compute.rewrite(traced.base, copies))
+        program = with_copies[tuple(copies)]
+        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in program.leaves.items()}
+        return traced.variants.like(replace(program, leaves=leaves, transforms=asked.transforms))
 
     progress = Progress("fzero.offload('auto')") if not isinstance(mesh, Mesh) or mesh.rank == 0 else None
     try:

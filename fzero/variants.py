@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.budget import ENDS, Choice
+from fzero.layout import TIERS as TIERS_OF_LEAVES
 from fzero.program.early import early
 from fzero.program.guess import TIERS, guess, num_guessable
 from fzero.program.ir import Program
@@ -48,6 +49,8 @@ class Variants:
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
+        self._cut: dict[Any, tuple[Program, ...]] = {}
+        self._shared: dict[Any, tuple[Program, tuple[Program, ...]]] = {}  # with the base of each, whose lines must stay what they are
         self.open_side = tiers.leaves_side_open(base)
 
     def guesses(self, least: Choice) -> list[Choice]:
@@ -66,9 +69,9 @@ class Variants:
         return list(found.values())
 
     def like(self, base: Program) -> Variants:
-        """Those of another base program with the same blocks."""
+        """Those of another base program with the same blocks: what comes to the same is worked out once for all of them."""
         out = Variants(base, self._zero, self._num_micro, self._batch)
-        out._blocks = self._blocks
+        out._blocks, out._shared = self._blocks, self._shared
         return out
 
     def __call__(self, choice: Choice) -> Program:
@@ -96,6 +99,16 @@ class Variants:
         return remat.kept(self.base, choice.remat, self._blocks), choice.whole_grads
 
     def _stages(self, choice: Choice) -> tuple[Program, ...]:
+        key = self._key(choice)
+        if key not in self._cut:
+            shared = (id(self.base.lines), self._apart(), key)
+            if shared not in self._shared:
+                self._shared[shared] = self.base, self._made(choice)
+            leaves = {"leaves": self.base.leaves, "transforms": self.base.transforms}
+            self._cut[key] = tuple(program if program.leaves is self.base.leaves else replace(program, **leaves) for program in self._shared[shared][1])
+        return self._cut[key]
+
+    def _made(self, choice: Choice) -> tuple[Program, ...]:
         kept, whole = key = self._key(choice)
         if kept not in self._looped:
             program = remat.rewrite(self.base, choice.remat, self._blocks)
@@ -105,6 +118,12 @@ class Variants:
             before = next(iter(self._spread.values()), None)
             self._spread[key] = program, (before and cut_as(program, *before)) or cut_update(program)
         return *self._looped[kept], *self._spread[key]
+
+    def _apart(self) -> tuple[int, ...]:
+        """For each leaf which of the tiers that there are it is on: an update is cut alike whichever tiers those are."""
+        numbers = [TIERS_OF_LEAVES.index(leaf.layout.tier) for leaf in self.base.leaves.values()]
+        present = sorted({*numbers})
+        return tuple(map(present.index, numbers))
 
 
 def finished(

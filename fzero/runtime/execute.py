@@ -57,7 +57,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "part_index": functools.partial(_part_index, mesh, batch_axes),
         "num_valid": functools.partial(_num_valid, mesh.device, part_of),
         "draw_start": functools.partial(_draw_start, mesh.device, part_of),
-        "accumulate": _accumulate,
+        "accumulate": functools.partial(_accumulate, tiers.on_host(_added)),
         "add": _add,
         "assign": _assign,
     }
@@ -184,9 +184,13 @@ _JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """How the values of two micro-batches become one, in the place of the first."""
 
 
-def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+def _accumulate(on_host: Callable[..., Any], total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
     """The running sum over micro-batches, or the largest so far, in its place in the pool."""
-    return into[0].copy_(part) if total is None else _JOINS[op](total, part)
+    return (_added if into[0].is_cuda else on_host)(total, part, into[0], op)
+
+
+def _added(total: torch.Tensor | None, part: torch.Tensor, into: torch.Tensor, op: str) -> torch.Tensor:
+    return into.copy_(part) if total is None else _JOINS[op](total, part)
 
 
 def _add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum") -> Sequence[torch.Tensor]:
