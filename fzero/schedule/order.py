@@ -249,7 +249,8 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
-    at most: than where it is, or, of what leaves for the host, than its start. What the device stores goes on while the host updates another block."""
+    at most: than where it is, or, of what leaves for the host, than its start, whatever is updated in between. What the device stores goes on while the host
+    updates another block."""
     reduced = {v.name for x in lines if x.op in (_SCATTER, "to_host_start") or (x.op in COPIES and x.writes) for v in x.out}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     stores = {v.name for x in lines if x.op == "to_host_start" and x.writes for v in x.out}
@@ -262,8 +263,8 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
             if line.args[0] not in leaving:
                 held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
-        passes = (_is_block(line) and not repeats(line)) or _is_update(line)
-        counted = (reduced - stores if line.attrs.get("on") == "host" else reduced) if passes else ()
+        block = _is_block(line) and not repeats(line)
+        counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
         done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
         due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due

@@ -198,7 +198,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
-    host_peak = max(memory, key=lambda sample: sample.host)
+    host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))  # a pool is there all along
     flops = model_flops(program)
     return Plan(
         name=program.name,
