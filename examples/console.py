@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fzero as fz
+from fzero.launcher import tell
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
@@ -95,40 +96,48 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 # --- Stopping ---
 
-INTERRUPT = {"count": 0, "stepped": False}
+INTERRUPT = {"signal": 0, "stepped": False}
 
 
 def on_interrupt(*_: object) -> None:
     """Ctrl-C (torchrun passes it on, so it may come twice): after the running step, or at once if there was none yet."""
-    INTERRUPT["count"] += 1
-    if INTERRUPT["count"] == 1 and not INTERRUPT["stepped"]:
+    INTERRUPT["signal"] = signal.SIGINT
+    if not INTERRUPT["stepped"]:
         raise KeyboardInterrupt("stopped before the first step")
 
 
-def any_rank(flag: bool, mesh: fz.Mesh) -> bool:
-    """Whether the flag is set on any rank: ranks must stop after the same step."""
-    flags = torch.tensor(int(flag))
+def on_terminate(*_: object) -> None:
+    """What schedulers send before they take the machine away, and torchrun to the ranks that are left when one has failed."""
+    INTERRUPT["signal"] = signal.SIGTERM
+
+
+def stops(mesh: fz.Mesh) -> int:
+    """After a step: the signal that has come to any rank, 0 if none has. Ranks must stop after the same step."""
+    if not INTERRUPT["stepped"]:
+        INTERRUPT["stepped"] = True
+        signal.signal(signal.SIGTERM, on_terminate)  # until now there was nothing to save
+    found = torch.tensor(int(INTERRUPT["signal"]))
     if mesh.size > 1:
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    INTERRUPT["signal"] = int(found) or INTERRUPT["signal"]  # which may have come meanwhile
+    return int(found)
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Runs a script to its end, to Ctrl-C, or to an error that is the user's to mend, which is told once and without a traceback."""
+    """Runs a script to its end, to a signal, or to an error that is the user's to mend, which is told once and without a traceback."""
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         run()
     except KeyboardInterrupt as stop:
         say(str(stop))
-        return 130
-    except fz.errors.FzeroError as error:  # raised on every rank alike
-        if INTERRUPT["count"] == 0 and RANK == 0:
-            print(error, file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        if INTERRUPT["count"] == 0:
+        return 128 + (INTERRUPT["signal"] or signal.SIGINT)
+    except Exception as error:
+        if INTERRUPT["signal"] == signal.SIGINT:
+            return 130  # another rank left first
+        if not isinstance(error, fz.errors.FzeroError):
             raise
-        return 130  # another rank left first
+        tell(error)
+        return 2
     fz.close_mesh()
     return 0
 
@@ -178,14 +187,15 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--seed", **WHOLE, default=0)
     p.add_argument("--deterministic", action="store_true", help="the same bits every time, on every device; prints a digest of the parameters at the end")
     p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
-    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, on any number of processes and --zero stage")
+    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any, on any number of processes and --zero stage")
     p.add_argument("--save-every", **WHOLE, default=50)
+    p.add_argument("--timeout", type=float, metavar="SECONDS", default=600.0, help="how long a rank waits for another before it gives up")
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
     p.add_argument("--stop-on-nan", action="store_true")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
-        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
+        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every", "timeout")
         if not problems and args.width % args.heads:
             problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
         elif not problems and args.width // args.heads % 2:

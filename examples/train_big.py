@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from console import INTERRUPT, WHOLE, WORLD, any_rank, below_one, exit_code, parsed, progress, say
+from console import WHOLE, WORLD, below_one, exit_code, parsed, progress, say, stops
 from rich.table import Table
 from train_gpt import VOCAB, gpt, init_gpt
 
@@ -152,8 +152,10 @@ def run(args: argparse.Namespace) -> None:
     text = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed)
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
     train = fz.compile(step, mesh, backend=args.backend)
-    state = train.restore(args.out, params=init) if args.resume else train.init(init, fz.random.key(args.seed))
-    start, below = int(state.step), tiers(state, args.memory)
+    saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
+    state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
+    start = text.resume(fz.checkpoint.describe(saved).meta.get("data")) if saved else 0
+    below = tiers(state, args.memory)
     say(f"the state is in {args.path}: {f'resuming at step {start}' if start else 'training'}")
 
     with progress(args, start, described, below) as report, fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches:
@@ -164,9 +166,9 @@ def run(args: argparse.Namespace) -> None:
             seconds = time.perf_counter() - clock
             rates = {"tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "resident_bytes": resident(mesh.device) - empty}
             report({"step": done, "loss": loss, **rates, **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")}})
-            INTERRUPT["stepped"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
+            stop = stops(mesh)
             if args.out and (stop or done == args.steps):
-                fz.checkpoint.save(args.out, state, keep=1, meta=vars(args))
+                fz.checkpoint.save(args.out, state, keep=1, meta=vars(args) | {"data": text.cursor(done)})
             if stop and done < args.steps:
                 raise KeyboardInterrupt(f"stopped at step {done}{'; continue with --resume' if args.out else ''}")
     peak = resident(mesh.device, most=True) - empty
@@ -187,7 +189,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--threads", **WHOLE, help="of each process")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
     p.add_argument("--out", metavar="DIR", help="where a checkpoint goes at the end or at Ctrl-C; by default there is none")
-    p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
     p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from console import INTERRUPT, RANK, any_rank, digest, exit_code, parse_args, progress, say, use_deterministic_algorithms
+from console import RANK, digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
 from einops import rearrange
 
 import fzero as fz
@@ -127,7 +127,7 @@ def plan_target():
 def run(args: argparse.Namespace) -> None:
     if args.deterministic:
         use_deterministic_algorithms()
-    mesh = fz.make_mesh()  # all processes along one axis, `data`
+    mesh = fz.make_mesh(timeout=args.timeout)  # all processes along one axis, `data`
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):
@@ -142,10 +142,9 @@ def run(args: argparse.Namespace) -> None:
 
     text, held_out = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed).split(0.02)
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}  # the global batch of a step is the same on any mesh
-    state = train.restore(args.out, params=init) if args.resume else train.init(init, fz.random.key(args.seed))
-    start = int(state.step)
-    if "loss_scale" in state.extras:  # fp16: a batch was seen, but no step taken, where gradients overflowed
-        start += int(state.extras["loss_scale"].skipped)
+    saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
+    state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
+    start = text.resume(fz.checkpoint.describe(saved).meta.get("data")) if saved else 0  # batches seen; with fp16 some of them were no step
     say(f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {f'resuming at step {start}' if start else 'training'}")
     if args.print_program and RANK == 0:
         print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)
@@ -167,9 +166,9 @@ def run(args: argparse.Namespace) -> None:
                 raise fz.errors.FzeroValueError(
                     f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"
                 )
-            INTERRUPT["stepped"], stop = True, any_rank(INTERRUPT["count"] > 0, mesh)
+            stop = stops(mesh)
             if stop or done == args.steps or done % args.save_every == 0:
-                fz.checkpoint.save(args.out, state, keep=2, meta=vars(args))
+                fz.checkpoint.save(args.out, state, keep=2, meta=vars(args) | {"data": text.cursor(done)})
             if stop and done < args.steps:
                 raise KeyboardInterrupt(f"stopped at step {done}; continue with --resume")
     losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]

@@ -91,6 +91,11 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def fx_tracing() -> bool:
+    """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may be thrown away."""
+    return fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[attr-defined]
+
+
 def attention_order() -> tuple[int, ...]:
     """The order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
@@ -296,6 +301,13 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: 
 def default_store() -> dist.Store:
     """The key-value store that the processes met at: messages without a collective."""
     return dist.distributed_c10d._get_default_store()
+
+
+def nccl_ahead() -> Any:
+    """Options of a process group whose kernels the GPU starts before those of others."""
+    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options.is_high_priority_stream = True
+    return options
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import ctypes
 import datetime
 import importlib.util
+import itertools
 import math
 import os
+import secrets
+import socket
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fzero import compat, launcher
 from fzero.errors import DivergenceError, FzeroValueError, message
+from fzero.rendezvous import meet
 
 AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
@@ -87,7 +94,9 @@ class Mesh(AbstractMesh):
     timeout: float = 600.0  # seconds to wait for another rank
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
     copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
-    gather_mesh: Any = None  # on CUDA a second DeviceMesh of the same ranks: gathers do not queue behind reductions
+    gather_groups: Mapping[str, Any] = field(default_factory=dict)  # on CUDA by axis: gathers do not queue behind reductions
+    joined: Any = None  # the default process group it was made in
+    _store: Any = None
 
     def __init__(
         self,
@@ -97,9 +106,10 @@ class Mesh(AbstractMesh):
         device_mesh: Any = None,
         timeout: float = 600.0,
         shared_memory: bool = False,
-        gather_mesh: Any = None,
+        gather_groups: Mapping[str, Any] | None = None,
         unified_memory: bool | None = None,
         gpu_direct: bool = False,
+        store: dist.Store | None = None,
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device.type)
@@ -108,11 +118,13 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "device_mesh", device_mesh)
         object.__setattr__(self, "timeout", timeout)
         object.__setattr__(self, "shared_memory", shared_memory)
-        object.__setattr__(self, "gather_mesh", gather_mesh)
+        object.__setattr__(self, "gather_groups", gather_groups or {})
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "gpu_direct", gpu_direct)
         object.__setattr__(self, "transport", None)
         object.__setattr__(self, "copies", None)
+        object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
+        object.__setattr__(self, "_store", store)
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -133,7 +145,20 @@ class Mesh(AbstractMesh):
         """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another one for gathers."""
         if self.device_mesh is None:
             raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
-        return (self.gather_mesh if gathers and self.gather_mesh is not None else self.device_mesh)[axis].get_group()
+        self.check_open()
+        return self.gather_groups[axis] if gathers and self.gather_groups else self.device_mesh[axis].get_group()
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the ranks leave each other notes: messages without a collective."""
+        self.check_open()
+        return self._store or compat.default_store()
+
+    def check_open(self) -> None:
+        """Raises FzeroValueError if the process group that this mesh was made in is gone."""
+        if self.device_mesh is not None and (not dist.is_initialized() or dist.group.WORLD is not self.joined):
+            fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
+            raise FzeroValueError(message("mesh", f"the mesh {self} is closed", fix=fix))
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -179,6 +204,10 @@ def make_mesh(
         (1, True)
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if launcher.under_torchrun():
+        launcher.die_with_parent()
+    if launcher.under_torchrun() or world > 1:
+        launcher.install_excepthook()
     local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     axes = axes or {"data": -1}
     rest = math.prod(n for n in axes.values() if n != -1)
@@ -205,12 +234,11 @@ def make_mesh(
         )
     if not timeout > 0:
         raise FzeroValueError(message("make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"))
-    if device not in (None, "cpu", "cuda") or (device == "cuda" and (not torch.cuda.is_available() or torch.cuda.device_count() < locals_)):
-        here = f"{torch.cuda.device_count() if torch.cuda.is_available() else 0} CUDA devices for {locals_} processes on this host"
-        raise FzeroValueError(message("make_mesh", f"there is no device {device!r} for every process", [here], "device='cpu' or 'cuda', or leave it out"))
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= locals_ else "cpu"
-    where = torch.device(device, local) if device == "cuda" else torch.device(device)
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
+    if unused and local == 0:
+        warnings.warn(unused, stacklevel=2)
+    device = where.type
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     if gpu_direct and device == "cuda" and not has_kvikio:
         raise FzeroValueError(message("make_mesh", "gpu_direct=True, and kvikio is not installed", fix="pip install kvikio-cu12 (or -cu13), or leave it out"))
@@ -221,16 +249,97 @@ def make_mesh(
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
         return Mesh(axes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
-    if not dist.is_initialized():
+    if device == "cuda":  # two communicators are in flight at once: their kernels must start in one order on all ranks
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if dist.is_initialized():  # whose store may hold what an earlier start wrote
+        generation = [secrets.token_hex(8)]
+        dist.broadcast_object_list(generation)
+        store = dist.PrefixStore(f"fzero/generation/{generation[0]}", compat.default_store())
+        launcher.tell_through(store)
+        _compare_devices(store, rank, world, where, timeout)
+    else:
+        store = meet(rank, world, timeout)
+        _compare_devices(store, rank, world, where, timeout)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        store = _meet(rank, world, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    gathers = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)) if device == "cuda" else None
+    gathers = groups_along(axes, timeout, compat.nccl_ahead()) if device == "cuda" else None
     shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
-    return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct)
+    return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
+
+
+def choose_device(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> tuple[torch.device, str | None]:
+    """Which device is this process's, and a warning if it could have been a better one.
+
+    Args:
+        asked: what the user asked for, if anything.
+        local, num_local: this process among those of its host.
+        num_cuda: how many CUDA devices it sees.
+        one_visible: whether each process sees a CUDA device of its own only, as Slurm and Ray arrange it.
+
+    Raises:
+        FzeroValueError: no such device, or not one for every process.
+    """
+    seen = f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
+    if asked not in (None, "cpu", "cuda"):
+        fix = "device='cpu' or 'cuda', or leave it out"
+        raise FzeroValueError(message("make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix))
+    if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
+        return torch.device("cuda", 0), None
+    if asked != "cpu" and num_cuda >= max(num_local, local + 1):
+        return torch.device("cuda", local), None
+    if asked == "cuda":
+        fix = f"start at most {num_cuda} processes on this host, or take device='cpu'" if num_cuda else "device='cpu', or a PyTorch that sees the GPU"
+        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", [seen], fix))
+    unused = f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'" if num_cuda and asked is None else None
+    return torch.device("cpu"), unused
+
+
+def device_problems(names: Sequence[str]) -> list[str]:
+    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a GPU for several ranks."""
+    kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
+    if len(kinds) > 1:
+        return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
+    ranks = {name: [r for r, other in enumerate(names) if other == name] for name in names if name != "cpu"}
+    return [f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}" for name, same in ranks.items() if len(same) > 1]
+
+
+def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.device, timeout: float) -> None:
+    keys = [f"fzero/device/{r}" for r in range(world)]
+    store.set(keys[rank], _name_of(device))
+    if missing := absent(store, keys, timeout):
+        came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
+        raise DivergenceError(message("make_mesh", "not every rank has come", came, "look at these ranks' errors first"))
+    if problems := device_problems([name.decode() for name in store.multi_get(keys)]):
+        fix = "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' to all"
+        raise FzeroValueError(message("make_mesh", "the ranks' devices do not make a mesh", problems, fix))
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return f"cuda {socket.gethostname()} {getattr(found, 'uuid', '')} {getattr(found, 'pci_bus_id', device.index)}"
+
+
+def _one_visible(environment: Mapping[str, str]) -> bool:
+    """Whether the environment shows this process one GPU: its own, or, as `_compare_devices` finds out, the same as its neighbours."""
+    named = [environment[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environment]
+    return bool(named) and all(devices and "," not in devices for devices in named)
+
+
+def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
+    """New process groups, for each axis the one of the ranks that share this rank's place on the others. All ranks call it together."""
+    names, groups = list(axes), {}
+    strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
+    for name, size in axes.items():
+        others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != name]
+        lines = [[sum(start) + i * strides[name] for i in range(size)] for start in itertools.product(*others)]
+        wait = datetime.timedelta(seconds=timeout)
+        groups[name], _ = dist.new_subgroups_by_enumeration(lines, timeout=wait, backend="nccl" if options else None, pg_options=options)
+    return groups
 
 
 def _keep_freed_memory() -> None:
@@ -252,20 +361,6 @@ def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _meet(rank: int, world: int, timeout: float) -> dist.Store:
-    """The store that torchrun's environment names, once every rank has come to it."""
-    wait, fix = datetime.timedelta(seconds=timeout), "look at why these ranks have not reached make_mesh, or give a longer timeout"
-    try:
-        store, *_ = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))
-    except (dist.DistError, RuntimeError) as error:
-        raise DivergenceError(message("make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix)) from error
-    store.set(f"fzero/came/{rank}", "")
-    missing = absent(store, [f"fzero/came/{r}" for r in range(world)], timeout)
-    if missing:
-        raise DivergenceError(message("make_mesh", "not every rank has come", [f"rank {r} did not come in {timeout:g} s" for r in missing], fix))
-    return store
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:

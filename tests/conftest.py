@@ -22,6 +22,17 @@ hypothesis.settings.load_profile("fzero")
 _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run whole grids too, of which the other tests take a part; their results are in docs/results")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        for item in items:
+            if "exhaustive" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="a whole grid: --exhaustive"))
+
+
 def pytest_configure() -> None:
     """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE to keep them from run to run."""
     global _inductor_cache

@@ -84,7 +84,8 @@ def environment() -> dict[str, str]:
 
 def as_main(name: str, flags: list[str], env: dict[str, str]) -> Done:
     """On this rank, what `ENV python examples/NAME FLAGS` does."""
-    handler, argv, environ, out, err = signal.getsignal(signal.SIGINT), sys.argv, dict(os.environ), io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    argv, environ, out, err = sys.argv, dict(os.environ), io.StringIO(), io.StringIO()
     sys.argv = [name, *flags]
     os.environ.update(env)
     try:
@@ -97,7 +98,8 @@ def as_main(name: str, flags: list[str], env: dict[str, str]) -> Done:
         os.environ.clear()
         os.environ.update(environ)
         torch.use_deterministic_algorithms(False)
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         gc.collect()  # what goes with a process goes with what the script held
     raise AssertionError(f"{name} does not end with an exit code")
 

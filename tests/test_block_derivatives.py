@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import fzero as fz
 from fzero import optim
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # what forward mode imports
 PARAMS = {name: torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) / 2 for i, name in enumerate("wv")}
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(9))
 grad = torch.autograd.grad
@@ -122,6 +124,15 @@ def dual_numbers(p: Any, x: torch.Tensor) -> torch.Tensor:
         return forward_ad.unpack_dual(run(p, forward_ad.make_dual(x, torch.ones_like(x)))).tangent.square().mean()
 
 
+def checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda z: run(p, torch.tanh(run(p, z) @ p["w"])).square().mean(), x, use_reentrant=False)
+
+
+def penalty_of_what_is_checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    z = x.detach().clone().requires_grad_()
+    return grad(checkpointed(p, z), z, create_graph=True)[0].square().sum()
+
+
 def signed_zeros(p: Any, x: torch.Tensor) -> torch.Tensor:
     signed = fz.block(lambda q, a, zero: (a @ q["w"]).abs() * torch.copysign(torch.ones(4), torch.full((4,), zero)))
     return (signed(p, x, 0.0) - signed(p, x, -0.0)).square().mean()
@@ -158,7 +169,6 @@ def in_fzero(loss: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Te
     return metrics["loss"], {k: PARAMS[k] - v for k, v in state.params.items()}
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_autograd(name: str) -> None:
     torch.testing.assert_close(in_fzero(CASES[name]), in_torch(CASES[name]), rtol=1e-5, atol=1e-6)
@@ -188,6 +198,12 @@ def test_refused_by_name() -> None:
 
     with pytest.raises(fz.errors.TraceError, match=r"(?s)default dtype from torch.float32 to torch.float64.*Fix: give"):
         in_fzero(other_dtype)
+
+    def linearize(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.linearize(lambda z: run(p, z), x)[1](torch.ones_like(x)).square().mean()
+
+    with pytest.raises(fz.errors.TraceError, match=r"(?s)traces a function by torch.fx.*Fix: use torch.func.jvp"):
+        in_fzero(linearize)
 
 
 # --- tangents ---

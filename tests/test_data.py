@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import threading
 import time
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from fzero.data import TokenDataset, python_source, read_ahead, write_tokens
-from fzero.data.tokens import _permute, _round_keys
+from fzero.data import tokens as tokens_file
+from fzero.data.tokens import _digest, _permute, _round_keys
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 
@@ -230,6 +232,61 @@ def test_errors(call, error, text):
     with pytest.raises(error, match=text) as caught:
         call()
     assert "\nFix: " in str(caught.value)
+
+
+SKIPS = ((), ((3, 5),), ((0, 2), (4, 9)), ((7, 8), (8, 12), (20, 21)))
+
+
+@pytest.mark.parametrize("skip", SKIPS, ids=str)
+def test_a_cursor_leads_to_the_batch_that_is_next(skip):
+    data = TokenDataset(corpus(), seq=10, batch=4, seed=3, skip=skip)
+    for step in range(25):
+        assert data.resume(json.loads(json.dumps(data.cursor(step)))) == step
+
+
+@pytest.mark.parametrize("skip", SKIPS, ids=str)
+def test_what_is_skipped_may_change_between_runs(skip):
+    """The next batch is the first not seen that is not to be skipped; a stretch that has been seen does not come again when it is skipped no more."""
+    before = TokenDataset(corpus(), seq=10, batch=4, seed=3, skip=[(2, 6)])
+    after = TokenDataset(corpus(), seq=10, batch=4, seed=3, skip=skip)
+    skipped = {i for first, stop in skip for i in range(first, stop)}
+    for step in range(20):
+        seen_up_to = before.data_step(step)
+        wanted = next(i for i in itertools.count(seen_up_to) if i not in skipped)
+        assert after.data_step(after.resume(before.cursor(step))) == wanted
+
+
+def test_a_cursor_of_other_data_is_refused_with_all_differences():
+    data = TokenDataset(corpus(), seq=10, batch=12, seed=3)
+    other = corpus()
+    other[500] += 1
+    for changed, said in (
+        (TokenDataset(other, seq=10, batch=12, seed=3), ["digest"]),
+        (TokenDataset(corpus().long(), seq=10, batch=12, seed=3), ["digest"]),
+        (TokenDataset(corpus(), seq=20, batch=6, seed=4), ["seq", "batch", "seed"]),
+        (TokenDataset(corpus(900), seq=10, batch=12, seed=3), ["tokens", "digest"]),
+    ):
+        with pytest.raises(FzeroValueError, match="with other data than this, or in another order") as caught:
+            changed.resume(data.cursor(7))
+        assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]] == said
+    for nothing in (None, {}, 7, {"next": 3}):
+        with pytest.raises(FzeroValueError, match="does not say which batch is next\nFix: save one with the state"):
+            data.resume(nothing)
+
+
+def test_the_digest_of_a_large_corpus_is_of_pieces_from_end_to_end(monkeypatch):
+    monkeypatch.setattr(tokens_file, "_DIGESTED", (8, 5))
+    whole, changed = _digest(corpus(40)), set()
+    for n in (40, 1001):
+        for i in range(n):
+            other = corpus(n)
+            other[i] += 1
+            if _digest(other) != _digest(corpus(n)):
+                changed.add((n, i))
+    assert {i for n, i in changed if n == 40} == set(range(40)), "all of a small one"
+    found = {i for n, i in changed if n == 1001}
+    assert len(found) == 40 and {0, 1000} <= found and len({i // 201 for i in found}) == 5
+    assert whole != _digest(corpus(41))
 
 
 def test_write_tokens_refuses_what_does_not_fit(tmp_path):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from scripts import ROOT, Script, fresh_modules, losses, records
+from scripts import ROOT, Script, as_main, environment, fresh_modules, losses, records
 
 import fzero as fz
 
@@ -140,10 +145,46 @@ def test_bad_flags(says, parse, capsys):
     assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_resume_without_a_checkpoint(run_ranks, tmp_path):
-    done = EXAMPLE.on(run_ranks, "--resume", "--out", tmp_path / "never", code=2)
-    assert f"{tmp_path / 'never'} is not there" in done.stderr and "Fix: " in done.stderr
-    assert "step 1/" not in done.stdout
+def test_one_command_starts_and_goes_on(run_ranks, straight, tmp_path):
+    """Where nothing is saved yet, or a first save was killed, `--resume` starts anew."""
+    (tmp_path / "out" / ".tmp-step-00000004").mkdir(parents=True)
+    command = ("--save-every", 4, "--deterministic", "--out", tmp_path / "out", "--json", tmp_path / "log", "--resume")
+    done = EXAMPLE.on(run_ranks, "--steps", 8, *command, ranks=2)
+    assert ": training\n" in done.stdout and "resuming" not in done.stdout
+    assert losses(tmp_path / "log") == losses(straight[0] / "log")
+    assert "resuming at step 8" in EXAMPLE.on(run_ranks, "--steps", 9, *command, ranks=2).stdout
+
+
+DAMAGES = (
+    lambda out: (out / "step-00000004" / "index.json").unlink(),
+    lambda out: (out / "latest").write_text("step-00000009"),
+    lambda out: (out / "step-00000004" / "index.json").write_text("{}"),
+    lambda out: (shutil.rmtree(out), out.write_text("not a directory")),
+)
+
+
+def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path):
+    for i, damage in enumerate(DAMAGES):
+        damage(out := at_step_4(straight[0], tmp_path / str(i)))
+        done = EXAMPLE.on(run_ranks, "--steps", 8, "--resume", "--out", out, ranks=2, code=2)
+        assert done.stderr.count("Fix: ") == 1 and str(out) in done.stderr and "training" not in done.stdout, done.stderr
+
+
+def test_other_data_is_refused_on_resume(run_ranks, straight, tmp_path):
+    done = EXAMPLE.on(run_ranks, "--steps", 9, "--out", straight[0] / "out", "--resume", "--seed", 1, "--batch", 24, "--seq", 16, ranks=2, code=2)
+    for text in ("seq: saved with 32, now 16", "batch: saved with 12, now 24", "seed: saved with 0, now 1"):
+        assert done.stderr.count(text) == 1, done.stderr
+    assert "digest: " not in done.stderr, "the corpus is the same"
+
+
+def test_batches_that_were_no_step_count_as_seen(run_ranks, tmp_path):
+    """In fp16, with parameters that a wild first step has made too large: a resumed run goes on with the next batch, not with the next step's number."""
+    script = Script("train_gpt.py", (*EXAMPLE.tiny[:-1], "fp16", "--lr", "1e6", "--out", str(tmp_path / "out")))
+    script.on(run_ranks, "--steps", 3)
+    saved = fz.checkpoint.describe(tmp_path / "out")
+    assert saved.meta["data"]["next"] == 3 > saved.step, "not every batch was a step"
+    done = script.on(run_ranks, "--steps", 4, "--json", tmp_path / "log", "--resume")
+    assert "resuming at step 3" in done.stdout and [r["step"] for r in records(tmp_path / "log")] == [4]
 
 
 def test_bad_flags_are_told_by_one_rank(run_ranks, tmp_path):
@@ -185,3 +226,63 @@ def test_the_readmes_tour_runs(tmp_path, monkeypatch, capsys):
     real = str(fz.lower(on_8, fz.AbstractMesh(data=8), names["init"], names["batch"]))
     missing = [line for line in program.splitlines() if line.strip() not in ("...", "") and line not in real.splitlines()]
     assert not missing, "lines of the README that the program does not have (any more)"
+
+
+def terminated(rank: int, log: str, *flags: str) -> tuple[int, str]:
+    """On this rank a run whose rank `rank` alone gets SIGTERM, once three steps are in the log."""
+
+    def send() -> None:
+        while not Path(log).exists() or Path(log).read_text().count("\n") < 3:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if int(os.environ["RANK"]) == rank:
+        threading.Thread(target=send, daemon=True).start()
+    done = as_main(EXAMPLE.name, [*EXAMPLE.tiny, *flags, "--json", log], {})
+    return done.code, done.stdout
+
+
+def test_sigterm_to_any_rank_saves_the_step_on_all(run_ranks, tmp_path):
+    out = tmp_path / "out"
+    ended = run_ranks(2, terminated, 1, str(tmp_path / "log"), "--steps", "2000", "--save-every", "1500", "--out", str(out), timeout=200)
+    assert [code for code, _ in ended] == [143, 143]
+    stopped = re.search(r"^stopped at step (\d+); continue with --resume$", ended[0][1], re.MULTILINE)
+    assert stopped and fz.checkpoint.describe(out).step == int(stopped[1]) == records(tmp_path / "log")[-1]["step"] < 1500
+
+
+def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
+    """One command: it starts, a rank is killed, torchrun starts both again, they go on from the last save, and SIGTERM loses nothing."""
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = EXAMPLE.command("--steps", 3000, "--save-every", 3, "--timeout", 60, "--out", out, "--json", log, "--resume", ranks=2)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+
+    def until(condition) -> None:
+        deadline = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+
+    def steps() -> int:
+        return len(records(log)) if log.exists() else 0
+
+    def ranks() -> list[str]:
+        return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+    try:
+        until(lambda: steps() >= 4)
+        first = ranks()
+        os.kill(int(first[1]), signal.SIGKILL)
+        until(lambda: len(ranks()) == 2 and not set(ranks()) & set(first))
+        killed_at = steps()
+        until(lambda: steps() > killed_at)  # by others
+        process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    resumed = re.search(r"resuming at step (\d+)$", printed, re.MULTILINE)
+    assert resumed and 3 <= int(resumed[1]) <= killed_at, printed + errors
+    stopped = re.search(r"^stopped at step (\d+); continue with --resume$", printed, re.MULTILINE)
+    assert stopped and fz.checkpoint.describe(out).step == int(stopped[1]), printed + errors
+    assert [r["step"] for r in records(log)] == list(range(1, int(stopped[1]) + 1)), "each step once"
+    assert errors.count("rank 1 has left") == 1, errors

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_errors import raises
+from test_precision import Late
 from torch import nn
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.runtime import watch
 
 LR = 0.1
 STAGES = {
@@ -148,6 +150,14 @@ def test_micro_batches_are_averaged(vertical):
     assert got[-1]["head.1.num_batches_tracked"] == 3
 
 
+@pytest.mark.parametrize("where", [None, lambda path, leaf: "'1." not in path], ids=["all", "but the norms"])
+def test_batch_norm_computes_in_bf16_with_statistics_in_fp32(where):
+    for got, expected in zip(run(fz.make_mesh(data=1), make(fz.mixed_precision("bf16", where=where))), pytorch(parts=1, num=3), strict=True):
+        for name, x in flat(expected).items():
+            assert got[name].dtype == x.dtype
+            torch.testing.assert_close(got[name], x, rtol=0.05, atol=0.05, msg=name)
+
+
 def test_it_is_neither_cast_nor_offloaded_nor_multiplied_in_8_bits():
     seen: list[torch.dtype] = []
 
@@ -271,6 +281,23 @@ def test_values_that_are_not_averaged_must_agree(run_ranks):
         assert rank.type == "FzeroValueError" and "Fix: " in rank.message
         assert "params['rows']: not the same" in rank.message and "params['seen']" in rank.message and "params['steps']" not in rank.message
     raises(FzeroValueError, lambda: differing(False), "params['rows']: not the same on every rank and in every micro-batch")
+
+
+def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
+    """Where flags come late, an error comes with the next step, in the same one on every rank."""
+    waited, events = [], []
+
+    def fetched(flag: torch.Tensor) -> Any:
+        events.append(Late(waited))
+        return flag, events[-1]
+
+    monkeypatch.setattr(watch, "_fetched", fetched)
+    look = watch.Agreement()
+    look(torch.tensor([True, True]), ["a", "b"])
+    look(torch.tensor([True, False]), ["a", "b"])
+    assert waited == events[:1]  # the newest is never waited for
+    text = raises(FzeroValueError, lambda: look(torch.tensor([True, True]), ["a", "b"]), "b: not the same")
+    assert "a: not the same" not in text and waited == events[:2]
 
 
 # mistakes

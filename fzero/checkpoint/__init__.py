@@ -1,15 +1,15 @@
 """Checkpoints: every rank writes its shards, any mesh reads them back, and nothing damaged loads in silence.
 
 save, read        a State to disk and back, from any mesh to any mesh
-describe, structure, latest, check, verify        what is there, and whether it is whole and fits
+find, describe, structure, latest, check, verify  what is there, and whether it is whole and fits
 export, import_   Hugging Face's layout of safetensors files
 """
 
-from fzero.checkpoint.directory import latest
+from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.exporting import export
 from fzero.checkpoint.importing import import_
 from fzero.checkpoint.index import Index, check, describe, structure
 from fzero.checkpoint.reading import read, verify
 from fzero.checkpoint.saving import save
 
-__all__ = ["Index", "check", "describe", "export", "import_", "latest", "read", "save", "structure", "verify"]
+__all__ = ["Index", "check", "describe", "export", "find", "import_", "latest", "read", "save", "structure", "verify"]

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+from fzero.checkpoint.ranks import together, world
 from fzero.errors import CheckpointError, message
 
 INDEX = "index.json"
@@ -57,6 +58,33 @@ def latest(path: str | os.PathLike[str]) -> Path:
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
     raise CheckpointError(message("checkpoint", what, [f"complete: {here}"], "write the name of one of these to that file, or give that directory"))
+
+
+def find(path: str | os.PathLike[str]) -> Path | None:
+    """The directory of the newest complete checkpoint under a root, the same on every rank; None if nothing has been saved there yet.
+
+    For scripts that are started again by the command that started them. Every rank calls it; rank 0 looks.
+
+    Raises:
+        CheckpointError: on every rank: something was saved there that is not complete any more.
+
+    Communication: one exchange of a small object.
+
+    Example:
+        >>> import tempfile
+        >>> find(tempfile.mkdtemp()) is None
+        True
+    """
+    root, ranks = Path(path), world()
+
+    def look() -> Path | None:
+        if ranks.rank or not root.exists():
+            return None
+        names = [entry.name.removesuffix(SET_ASIDE) for entry in root.iterdir()] if root.is_dir() else []
+        begun = not root.is_dir() or any(name in (LATEST, INDEX) or _STEP.fullmatch(name) for name in names)
+        return locate(root) if begun else None
+
+    return together(ranks, "checkpoint", f"cannot tell what is saved in {root}", look)[0]
 
 
 def complete_steps(root: Path) -> dict[int, Path]:

@@ -11,24 +11,30 @@ When a buffer may be written again is settled in the program: [Note: release] in
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import mmap
 import os
+import secrets
 import select
+import selectors
 import socket
+import struct
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero import compat
 from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh, absent
 
 _CHUNK = 1 << 18  # bytes read at once when reducing: half of a second-level cache
 _SMALL = 1 << 16  # bytes: below this everyone reads all of an all_reduce, above each sums a part and reads the others' sums
+_NUM_SECRET = 64  # characters
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -221,26 +227,28 @@ def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
 
 def connect(mesh: Mesh) -> SharedMemory | None:
     """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so."""
-    store, me = compat.default_store(), mesh.rank
+    store, me = mesh.store, mesh.rank
     prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
     peers: dict[int, _Peer] = {}
     failure = ""
     try:
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind("")  # the kernel chooses an abstract name
+            server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
             server.listen(mesh.size)
-            server.settimeout(mesh.timeout)
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
+            if me == 0:
+                store.set(f"{prefix}/secret", secrets.token_hex(_NUM_SECRET // 2))
+            secret = _told(store, f"{prefix}/secret", 0, mesh)
             for rank in range(me):
                 connection = socket.socket(socket.AF_UNIX)
                 connection.settimeout(mesh.timeout)
-                connection.connect(_address(store, f"{prefix}/address/{rank}", rank, mesh))
-                connection.sendall(me.to_bytes(4, "little"))
+                connection.connect(bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh).decode()))
+                if not _same_user(connection):
+                    connection.close()
+                    raise OSError(f"the socket of rank {rank} belongs to another user")
+                connection.sendall(secret + me.to_bytes(4, "little"))
                 peers[rank] = _meet(connection, rank, mesh.timeout)
-            for _ in range(me + 1, mesh.size):
-                connection, _ = server.accept()
-                connection.settimeout(mesh.timeout)
-                rank = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+            for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout):
                 peers[rank] = _meet(connection, rank, mesh.timeout)
     except OSError as error:
         failure = str(error) or type(error).__name__
@@ -251,10 +259,58 @@ def connect(mesh: Mesh) -> SharedMemory | None:
     return SharedMemory(mesh, peers)
 
 
-def _address(store: Any, key: str, rank: int, mesh: Mesh) -> bytes:
+def _told(store: Any, key: str, rank: int, mesh: Mesh) -> bytes:
     if absent(store, [key], mesh.timeout):
         raise OSError(f"rank {rank} did not come in {mesh.timeout:g} s")
-    return bytes.fromhex(store.get(key).decode())
+    return store.get(key)
+
+
+def _callers(server: socket.socket, secret: bytes, ranks: Iterable[int], timeout: float) -> Iterator[tuple[int, socket.socket]]:
+    """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up on; nobody is waited for alone.
+
+    Raises:
+        OSError: a rank did not come in time.
+    """
+    expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        try:
+            while expected:
+                left = deadline - time.monotonic()
+                events = ready.select(left) if left > 0 else []
+                if not events:
+                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} did not come in {timeout:g} s")
+                for key, _ in events:
+                    if key.fileobj is server:
+                        connection, _ = server.accept()
+                        said[connection] = b""
+                        ready.register(connection, selectors.EVENT_READ)
+                        continue
+                    connection: socket.socket = key.fileobj  # type: ignore[no-redef, assignment]
+                    num, data = _NUM_SECRET + 4 - len(said[connection]), b""
+                    with contextlib.suppress(ConnectionError):
+                        data = connection.recv(num)
+                    said[connection] += data
+                    if 0 < len(data) < num:
+                        continue
+                    ready.unregister(connection)
+                    text = said.pop(connection)
+                    rank = int.from_bytes(text[_NUM_SECRET:], "little")
+                    if _same_user(connection) and hmac.compare_digest(text[:_NUM_SECRET], secret) and rank in expected:
+                        expected.remove(rank)
+                        connection.settimeout(timeout)
+                        yield rank, connection
+                    else:
+                        connection.close()
+        finally:
+            for stranger in said:
+                stranger.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this process's user's."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user == os.geteuid()
 
 
 def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:

@@ -11,9 +11,10 @@ arbitrary finite domains, CT-RSA 2002).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fzero.tree import describe
 
 DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 """What tokens can be stored as."""
+
+_DIGESTED = (1 << 16, 256)  # tokens a piece, pieces: what of a corpus its digest is made of
 
 _ROUNDS = 8  # of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones
 
@@ -126,6 +129,39 @@ class TokenDataset:
                 step += stop - first
         return step
 
+    def cursor(self, step: int) -> dict[str, Any]:
+        """What to save with a state that has seen the batches before `step`: where in the data it is, and which data in which order. JSON can hold it.
+
+        Example:
+            >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
+            >>> data.resume(data.cursor(3))
+            3
+        """
+        return {"next": self.data_step(step), **self._identity()}
+
+    def resume(self, cursor: Any) -> int:
+        """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing else that says which batch is next.
+
+        Raises:
+            FzeroValueError: the cursor is of other data, or of another order of them, listing every difference.
+        """
+        mine = self._identity()
+        if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
+            fix = "save one with the state: fz.checkpoint.save(..., meta={'data': dataset.cursor(step)})"
+            raise FzeroValueError(message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix))
+        problems = [f"{name}: saved with {cursor[name]}, now {value}" for name, value in mine.items() if cursor[name] != value]
+        if problems:
+            fix = "give the corpus, seq, batch and seed that it was saved with (python_source is another text in another version of Python)"
+            raise FzeroValueError(message("data.resume", "the run was saved with other data than this, or in another order", problems, fix))
+        step = position = cursor["next"]
+        for first, stop in self.skip:
+            step -= max(0, min(position, stop) - first)
+        return step
+
+    def _identity(self) -> dict[str, Any]:
+        """What the batch of every step follows from, but for `skip`."""
+        return {"seq": self.seq, "batch": self.batch, "seed": self.seed, "tokens": len(self.tokens), "digest": _digest(self.tokens)}
+
     def windows(self, first: int, count: int) -> list[int]:
         """The windows that samples `first` to `first + count - 1` of the run read, see [Note: which window when]."""
         out: list[int] = []
@@ -188,6 +224,17 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _digest(tokens: torch.Tensor) -> str:
+    """SHA-256 of the tokens as they are stored; of a corpus of more than 16 M of them, of 256 pieces of 64 Ki, evenly spread."""
+    sha, (piece, count) = hashlib.sha256(str(tokens.dtype).encode()), _DIGESTED
+    starts = range(0, len(tokens), piece)
+    if len(starts) > count:
+        starts = [i * (len(tokens) - piece) // (count - 1) for i in range(count)]
+    for start in starts:
+        sha.update(tokens[start : start + piece].contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:32]
 
 
 def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Tensor:

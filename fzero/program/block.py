@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
@@ -145,7 +146,8 @@ class Blocks:
             return (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
 
         def trace(name: str) -> Joint:
-            with compat.no_modes(), torch.inference_mode(False), torch.enable_grad() if grad else torch.no_grad():
+            grads = torch.enable_grad() if grad else torch.no_grad()
+            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_itself, _itself):  # not those of a checkpoint around the call
                 return _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
 
         def compare(joint: Joint) -> None:
@@ -315,6 +317,10 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     (dtype,) = dtypes
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

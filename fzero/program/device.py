@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
+from fzero.program.norms import NORMS
 from fzero.program.ordered import IN_ORDER
 from fzero.program.record import Recorded, Recorder
 from fzero.program.recurrent import LSTM
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
     """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones (`slow`: these dtypes,
     asked of the device without it), in 8 bits as it has them (fzero/program/scaled.py); on a CPU, what is added up at indices in their order
-    (fzero/program/ordered.py) and layers of LSTMs (fzero/program/recurrent.py).
+    (fzero/program/ordered.py) layers of LSTMs (fzero/program/recurrent.py) and batch norms in two dtypes (fzero/program/norms.py).
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
     arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16 matrices likewise.
@@ -33,7 +34,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         slow = [dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device)]
     rules = {op: _in_float32(op, slow) for op in _MATMULS} if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes) else {}
     rules[scaled_mm] = multiply
-    return substituted(graph, {**rules, **IN_ORDER, **LSTM} if device.type == "cpu" else rules)
+    return substituted(graph, {**rules, **IN_ORDER, **LSTM, **NORMS} if device.type == "cpu" else rules)
 
 
 @functools.cache

@@ -120,6 +120,9 @@ class Recorder(compat.TorchDispatchMode):
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         self.check_default_dtype()
+        if compat.fx_tracing():
+            fix = "use torch.func.jvp, which computes the same, in place of torch.func.linearize"
+            raise TraceError(message(self._owner, f"traces a function by torch.fx while being traced ({func})", fix=fix))
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(

@@ -75,19 +75,24 @@ def changes(old: Settings, new: Settings) -> list[str]:
     """What differs first between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are equal."""
     if old.facts == new.facts:
         return []
-    same = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), min(len(old.facts), len(new.facts)))
-    there = [s.places[same] if same < len(s.places) else "" for s in (old, new)]
-    was, now = (_told(s.facts[same]) if same < len(s.facts) else "not there" for s in (old, new))
-    return [f"{there[1] or there[0]}: {was} before, {now} now"]
+    before, after = _told(old), _told(new)
+    for place in (*after, *before):
+        if before.get(place) != after.get(place):
+            return [f"{place}: {before.get(place, 'not set')} before, {after.get(place, 'not set')} now"]
+    at = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), 0)
+    return [f"{new.places[at]}: another than before"]
 
 
-def _told(fact: Any) -> str:
-    if isinstance(fact, tuple) and len(fact) == 2 and isinstance(fact[0], type):
-        kind, value = fact
-        return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    if isinstance(fact, tuple) and len(fact) == 3 and fact[1] == "of":
-        return f"a {fact[0].__name__} of {fact[2]}"
-    return "another function" if isinstance(fact, types.CodeType) else f"another value ({str(fact)[:80]})"
+def _told(settings: Settings) -> dict[str, str]:
+    """The values that can be shown, by place: plain ones, and the lengths of containers."""
+    shown: dict[str, str] = {}
+    for fact, place in zip(*settings, strict=True):
+        match fact:
+            case (type() as kind, value):
+                shown[place] = str(value) if issubclass(kind, (float, complex)) else repr(value)
+            case (type() as kind, "of", number):
+                shown[place] = f"a {kind.__name__} of {number}"
+    return shown
 
 
 _KNOWN = frozenset({"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"})
@@ -243,9 +248,9 @@ class _Walk:
             return
         for key, value in list(x.items()):
             if type(key) in _PLAIN_TYPES:
-                self._fact(exact(key), path)
+                self._fact(exact(key), f"keys of {path}")
             else:
-                self._todo.append((key, path))
+                self._todo.append((key, f"keys of {path}"))
             self._todo.append((value, f"{path}[{key!r}]" if isinstance(key, (str, int)) else path))
         self._attributes(x, path)
 

@@ -60,14 +60,19 @@ def show(program: Program, *, fold: bool = True) -> str:
     return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), *_wrapped(_returns(program), "")]) + "\n"
 
 
+def name_of(program: Program) -> str:
+    """Of the one function that a program's source defines."""
+    return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
+
+
 def statements(program: Program) -> list[str]:
     """Each line as it runs, without indentation, in the order of `Program.walk`."""
     return [_head(line) if line.body else _statement(line, program, 0).text() for line, _ in program.walk()]
 
 
 def _signature(program: Program) -> str:
-    train = any(leaf.role == "step" for leaf in program.leaves.values())
-    return f"def {'train' if train else 'evaluate'}({', '.join(ROOTS_TRAIN if train else ROOTS_EVAL)}):"
+    name = name_of(program)
+    return f"def {name}({', '.join(ROOTS_TRAIN if name == 'train' else ROOTS_EVAL)}):"
 
 
 def _returns(program: Program) -> str:
@@ -247,7 +252,7 @@ def _header(program: Program) -> list[str]:
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {_bytes(total)} ({here[1]}{', and' if away else ')'}")
     out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
-    named = [str(t) for t in program.transforms]
+    named = [t.in_program() for t in program.transforms]
     for text in named:
         name = text.split("(")[0]
         num, sent = cost.pop(name, [0, 0])

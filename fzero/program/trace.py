@@ -24,9 +24,9 @@ from fzero.program.record import Recorded, Recorder, functional, plainly
 from fzero.program.segment import ancestors, extract, signature, views_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
-    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position.
+    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position. Equal to itself alone, `alike` to others.
 
     `ties[i]` is the position of the first leaf that is the same tensor as leaf `i`.
     """
@@ -38,6 +38,9 @@ class Inputs:
     @property
     def distinct(self) -> list[int]:
         return [i for i, t in enumerate(self.ties) if i == t]
+
+    def alike(self, other: Inputs) -> bool:
+        return (self.leaves, self.ties, self.structure) == (other.leaves, other.ties, other.structure)
 
     def rebuild(self, distinct: Mapping[int, Any]) -> Any:
         """The tree with `distinct[i]` at position `i` and at every position tied to it, None where there is none."""

@@ -82,7 +82,7 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
         return torch.where(own, values, 0.0)
 
     squares = of_blocks(vector([sum_of_squares(grads[i]) for i in flat])).sum(1)
-    limits = {x: x if scale is None else x / scale for x in set(tiny.values())}
+    limits = {x: x if scale is None else x / scale for x in dict.fromkeys(tiny.values())}
     few = of_blocks(vector([(grads[i].abs() < limits[tiny[i]]).sum(dtype=torch.float32) for i in flat])).sum(1)
     zeros = of_blocks(vector([(grads[i] == 0).sum(dtype=torch.float32) for i in flat])).sum(1)
     largest = of_blocks(vector([torch.linalg.vector_norm(grads[i], math.inf) for i in flat])).amax(1)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fzero import compat
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
 from fzero.mesh import Mesh, absent
 from fzero.program.ir import Program
@@ -54,7 +53,7 @@ def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
     """
     if mesh.size == 1:
         return make()
-    store = compat.default_store()
+    store = mesh.store
     key = f"fzero/agree/first/{store.add(f'fzero/agree/firsts/{mesh.rank}', 1)}"
     if mesh.rank == 0:
         store.set(key, make())
@@ -122,7 +121,7 @@ class _Talk:
     """One exchange after another between the ranks of a mesh."""
 
     def __init__(self, mesh: Mesh):
-        self._mesh, self._store = mesh, compat.default_store()
+        self._mesh, self._store = mesh, mesh.store
         self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:

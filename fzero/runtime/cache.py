@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import platform
@@ -195,12 +196,21 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
 def _hardware(device: torch.device) -> tuple[str, ...]:
     """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they are compiled on."""
     if device.type == "cuda":
-        return device.type, torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device)), str(torch.version.cuda)
+        made_by = torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device)), str(torch.version.cuda), _triton()
+        return device.type, str(device.index), *made_by  # generated code launches on the device of its index
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), flags
+
+
+def _triton() -> str:
+    """The version of the compiler of a GPU's kernels."""
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def host() -> str:

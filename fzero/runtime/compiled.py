@@ -6,7 +6,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,32 @@ from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
 from fzero.program.device import on_device
 from fzero.program.ir import Program
+from fzero.program.settings import Settings, changes, settings
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
+from fzero.runtime.cache import logger
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan
+from fzero.step import EvalStep
 from fzero.transforms.offload import Offload
+
+MOST_PROGRAMS = 16
+"""Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""
+
+LOOKED_AT_EVERY = 16
+"""Calls of a program after which what its functions read beside their arguments is compared; and at the second call."""
+
+
+@dataclass
+class _Kept:
+    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, and how often it was called."""
+
+    lowered: Lowered
+    run: Callable[..., Any]
+    settings: Settings
+    calls: int = 0
 
 
 class Compiled:
@@ -36,8 +55,7 @@ class Compiled:
         self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
-        self._runs: dict[Any, tuple[Lowered, Callable[..., Any]]] = {}
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._runs: dict[Any, _Kept] = {}  # those used last are the last
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
 
@@ -66,15 +84,41 @@ class Compiled:
 
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
+        self.mesh.check_open()
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
-        key = (id(params), tree.structure(batch), kinds, deterministic.setting())
-        if key not in self._runs:
+        key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype())
+        kept = self._runs.pop(key, None)
+        if kept is None:
             before()
             lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
-            self._runs[key] = (lowered, run)
-        lowered, run = self._runs[key]
-        self._lowered = lowered
-        return lowered, run
+            kept = _Kept(lowered, run, self._settings())
+        self._runs[key] = kept
+        if len(self._runs) > MOST_PROGRAMS:
+            del self._runs[next(iter(self._runs))]
+            logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
+        kept.calls += 1
+        if kept.calls == 2 or kept.calls % LOOKED_AT_EVERY == 0:
+            self._same_settings(kept)
+        self._lowered = kept.lowered
+        return kept.lowered, kept.run
+
+    def _settings(self) -> Settings:
+        """What the step's functions read now beside their arguments."""
+        step = self.step
+        return settings(*((step.fn,) if isinstance(step, EvalStep) else (step.loss_fn, step.optimizer)), strict=False)
+
+    def _same_settings(self, kept: _Kept) -> None:
+        """Raises if a value that was traced as it was is another now."""
+        if changed := changes(kept.settings, self._settings()):
+            fix = (
+                "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
+                "compile the step anew where it changes seldom"
+            )
+            raise FzeroValueError(message("step", f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
+
+    def _known(self, inputs: Inputs) -> Inputs:
+        """A leaf table, or the one like it that there are programs for."""
+        return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
 
     def _rates(self) -> Budget | None:
         """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""

@@ -6,7 +6,6 @@ What runs is the flat text of the program (`print(program)` shows it folded). Tr
 from __future__ import annotations
 
 import functools
-import linecache
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +18,14 @@ from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
 from fzero.program import scaled
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
-from fzero.program.show import source
+from fzero.program.show import name_of, source
 from fzero.runtime.limits import limits_of
+from fzero.runtime.tracebacks import compiled
 
 
 def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
     """The program as a Python function of the trees it names. All ranks of the mesh make it together."""
     text = source(program)
-    filename = f"<fzero program {program.name} {id(program):x}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     batch_axes = next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == "part_index"), ())
     carrier = transport(mesh)
     tiers = Tiers(mesh, any(line.op.startswith("disk") for line, _ in program.walk()))
@@ -61,8 +59,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "add": _add,
         "assign": _assign,
     }
-    exec(compile(text, filename, "exec"), namespace)
-    run = namespace["train"] if "train" in namespace else namespace["evaluate"]
+    run = compiled(text, f"program {program.name}", namespace, name_of(program))
     limits = limits_of(program, mesh) if "train" in namespace else None
     if limits is not None:
         namespace.update(limits.around(namespace))

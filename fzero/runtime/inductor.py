@@ -78,8 +78,16 @@ class _Loader:
 
     def __call__(self, cache: Cache, built: Mapping[str, Any] = {}) -> dict[str, Callable[..., Any]]:
         """Those of the functions that the cache holds and that are not built yet."""
-        entries = {name: cache.read(self._keys[name]) for name in self._functions if name not in built}
-        return {name: self._callable(name, entry, cache.path(self._keys[name])) for name, entry in entries.items() if entry is not None}
+        made: dict[str, Callable[..., Any]] = {}
+        for name in (n for n in self._functions if n not in built):
+            path = cache.path(self._keys[name])
+            if (entry := cache.read(self._keys[name])) is not None:
+                try:
+                    made[name] = self._callable(name, entry, path)
+                except Exception as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
+                    logger.info("the cached function %s cannot be loaded and will be compiled again: %s: %s", path, type(error).__name__, error)
+                    path.unlink(missing_ok=True)
+        return made
 
     def _callable(self, name: str, entry: Entry, path: Path) -> Callable[..., Any]:
         function, graph = self._functions[name]

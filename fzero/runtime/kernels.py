@@ -13,7 +13,6 @@ import copy
 import importlib.machinery
 import importlib.util
 import itertools
-import linecache
 import math
 import re
 import types
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from fzero import compat
+from fzero.runtime.tracebacks import compiled
 
 
 class NotPlain(Exception):
@@ -283,10 +283,7 @@ def load_library(path: Path) -> types.ModuleType:
 
 def function_of(name: str, text: str, library: types.ModuleType | None, constants: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The function that `text_of` wrote, over a library's kernels. Tracebacks show its lines."""
-    filename = f"<fzero function {name}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace = {**compat.inductor_names(), **(vars(library) if library else {})}
-    exec(compile(text, filename, "exec"), namespace)
-    call = namespace["call"]
+    call = compiled(text, f"function {name}", namespace, "call")
     call.__defaults__ = tuple(constants) or None
     return call

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fzero import compat
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh, absent
 
@@ -31,7 +30,7 @@ class Share:
         self._mesh = mesh
         self.ranks, neighbours = [mesh.rank], 1
         if mesh.size > 1:
-            self._store = compat.default_store()
+            self._store = mesh.store
             self._turn = self._store.add(f"fzero/share/turns/{mesh.rank}", 1)
             mine = {"host": host, "what": hashlib.sha256(repr(what).encode()).hexdigest()}
             notes = self._exchange("note", mine, range(mesh.size))

@@ -67,7 +67,7 @@ class CompiledStep(Compiled):
         else:
             check_params(params)
         self._resolve(params)
-        inputs = params_inputs(self.step, self.mesh, params)
+        inputs = self._known(params_inputs(self.step, self.mesh, params))
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "init")
 
@@ -126,7 +126,7 @@ class CompiledStep(Compiled):
         else:
             whole = saved.params if params is None else abstract(params) if callable(params) else params
             self._resolve(whole)
-            inputs = params_inputs(self.step, self.mesh, whole)
+            inputs = self._known(params_inputs(self.step, self.mesh, whole))
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         extras = extra_leaves(self.step, inputs)
         names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
@@ -224,7 +224,7 @@ class CompiledStep(Compiled):
         Returns: the state after these steps, and the events of one.
         """
         state, _ = self(state, batch)
-        run = next(run for lowered, run in self._runs.values() if lowered is self._lowered)
+        run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []
         for _ in range(steps):
             with profile.timing(run, self.program, self.mesh.device) as events:
@@ -240,7 +240,7 @@ class CompiledStep(Compiled):
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)
             known = self._last.inputs
-            if known is None or (known.leaves, known.ties, known.structure) != (found.leaves, found.ties, found.structure):
-                known = found
+            if known is None or not known.alike(found):
+                known = self._known(found)
             self._last.keep(known, state.params, state.opt_state)
         return self._last.checked()

@@ -22,7 +22,7 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
-from fzero.testing.tolerance import LAMBDA, PRECISIONS, WAYS, Roundoff, moved, roundoff, unit
+from fzero.testing.tolerance import LAMBDA, PRECISIONS, WAYS, Roundoff, moved, noise, roundoff, unit, with_gradients
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision, begun
@@ -63,7 +63,8 @@ def check_equivalent(
         **options: further arguments of `fz.compile`: budgets, an example batch.
 
     Communication: the batch and, after each step, the state are gathered on every rank.
-    Memory: five whole states and the plain step's activations of the whole batch on every rank: for models, or models cut small, that fit that.
+    Memory: seven whole states, as many gradients a step, and the plain step's activations of the whole batch on every rank: for models, or models cut
+            small, that fit that.
 
     Raises:
         EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
@@ -87,7 +88,7 @@ def check_equivalent(
     if not isinstance(mesh, Mesh):
         raise FzeroTypeError(message("check_equivalent", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix="make one with fz.make_mesh"))
     setting = setting_of(step, params, batch, mesh, steps, key, backend, options)
-    report = compare(setting)
+    report = replace(compare(setting), wanted=steps)
     if not report.equivalent:
         from fzero.testing.blame import blame
 
@@ -163,13 +164,20 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
     first = _on(plain.init(params, key), mesh)
-    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, trajectory(plain, first, whole_batch, steps, size))
+    path = trajectory(plain, first, whole_batch, steps, size)
+    finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
+    steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
+    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path)
 
 
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
     """What the plain step does, and how far its leaves may lie off: see [Note: tolerance]."""
-    exact = _states(plain, first, batch, steps)
-    others = [_states(moved(plain, size, way), first, batch, steps) for way in WAYS]
+    grads: list[list[torch.Tensor]] = []
+    exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
+    seen: list[list[list[torch.Tensor]]] = [[] for _ in WAYS]
+    others = [_states(moved(plain, size, way, grads_of), first, batch, steps) for way, grads_of in zip(WAYS, seen, strict=True)]
+    amount = noise(grads, seen)
+    others += [_states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps) for way in WAYS]
     tolerances = []
     for t, now in enumerate(exact):
         most = {}

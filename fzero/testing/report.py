@@ -87,6 +87,7 @@ class Report:
         differences: of each leaf of parameters, optimizer state and metrics, the worst first.
         blame: where a difference begins; None if there is none.
         skipped: steps that were taken again, with a lower loss scale.
+        wanted: steps that were asked for; those after which the plain step itself is not finite are not compared.
         exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about a thousand times tighter.
     """
 
@@ -100,6 +101,7 @@ class Report:
     blame: Blame | None = None
     exact: Report | None = None
     skipped: int = 0
+    wanted: int = 0
 
     @property
     def equivalent(self) -> bool:
@@ -134,6 +136,8 @@ class Report:
         lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
         if self.skipped:
             lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")
+        if self.steps < self.wanted:
+            lines.append(f"not compared: what the plain step comes to after step {self.steps} is not finite, with any transforms; try a lower learning rate")
         if self.exact is not None and self.exact.equivalent:
             lines.append(
                 f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of {self.exact.roundoff.split()[0]}"

@@ -12,9 +12,11 @@ other operation one), in the dtype that sums are kept in, which is float32 or wi
 gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if it is
 a lower one.
 
-What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured. The plain step is run twice more, in the compute
-dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root
-mean square of its leaf: up in one run, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
+What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of the plain step. In two of them it is
+computed in the compute dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as
+much relative to the root mean square of its leaf: up in one run, down in the other. What that does to the gradients of each step is their noise: of an
+element what it moved by, or the root mean square of that over its leaf if it is more, for two runs may miss what a third shows. In two further runs every
+gradient is moved by its noise: up in one, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
 both ways, and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
 
     moved    the most that its elements moved in these runs
@@ -30,7 +32,9 @@ so a small learning rate makes a small tolerance, and the norm of a leaf hides n
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,13 +160,14 @@ def _roundings(node: torch.fx.Node) -> int:
     return max((x.numel() // max(value.numel(), 1) for x in inputs), default=1) or 1
 
 
-def moved(step: Step, size: Roundoff, way: int) -> Step:
+def moved(step: Step, size: Roundoff, way: int, seen: list[list[torch.Tensor]]) -> Step:
     """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed in its dtype.
 
     Args:
         step: the plain one.
         size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their leaf. A gradient that is 0 stays 0.
         way: 1 or -1: that of the gradients. Parameters are moved at random, as a function of it.
+        seen: gets the gradients of each step.
     """
     key, by = fzrandom.fold_in(fzrandom.key(0x7E57), way + 1), LAMBDA * size.value
 
@@ -180,11 +185,38 @@ def moved(step: Step, size: Roundoff, way: int) -> Step:
     def with_key(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
         return loss_fn(params, batch, key=key)
 
-    def shifted(x: torch.Tensor) -> torch.Tensor:
+    def shifted(t: int, i: int, x: torch.Tensor) -> torch.Tensor:
         present = x != 0
         return x + way * by * (x.square().sum() / present.sum().clamp(min=1)).sqrt() * present
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        return step.optimizer.update(tree.map(shifted, grads), state, params)
+    return with_gradients(replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn), shifted, seen)
 
-    return replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn, optimizer=GradientTransformation(step.optimizer.init, update))
+
+def with_gradients(step: Step, change: Callable[[int, int, torch.Tensor], torch.Tensor], seen: list[list[torch.Tensor]] | None = None) -> Step:
+    """The plain step with other gradients: each is what `change` makes of the number of the step, from 0, that of the leaf, and the gradient.
+    `seen` gets those of each step, as they are changed."""
+    count = itertools.count()
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        t = next(count)
+        flat, structure = tree.flatten(grads)
+        flat = [change(t, i, g) for i, g in enumerate(flat)]
+        if seen is not None:
+            seen.append([g.detach().clone() for g in flat])
+        return step.optimizer.update(tree.unflatten(structure, flat), state, params)
+
+    return replace(step, optimizer=GradientTransformation(step.optimizer.init, update))
+
+
+def noise(exact: Sequence[Sequence[torch.Tensor]], runs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+    """Of each step the noise of each gradient, element by element: see [Note: tolerance]. A gradient that is 0 in all runs has none."""
+    out = []
+    for t, grads in enumerate(exact):
+        leaves = []
+        for i, g in enumerate(grads):
+            off = torch.stack([(run[t][i] - g).abs() for run in runs]).amax(0).nan_to_num(nan=0.0, posinf=0.0)
+            present = (torch.stack([run[t][i] for run in (*runs, exact)]) != 0).any(0)
+            size = (off.square().sum() / present.sum().clamp(min=1)).sqrt()
+            leaves.append(torch.maximum(off, size) * present)
+        out.append(leaves)
+    return out

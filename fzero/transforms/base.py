@@ -44,6 +44,10 @@ class Transform:
         """Why this does nothing to an evaluation, or None."""
         return None
 
+    def in_program(self) -> str:
+        """As a program's header has it: the same on every rank and every machine."""
+        return str(self)
+
     def __str__(self) -> str:
         shown = [f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) is not None]
         return f"{self.name}({', '.join(shown)})"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class Offload(Transform):
     fraction: float = 1.0
     where: Where | None = None
     update_on: str = "auto"
+    within: str = ""  # where relative paths begin: the working directory when they were given
     order: ClassVar[int] = 60
     name: ClassVar[str] = "offload"
 
@@ -54,11 +55,16 @@ class Offload(Transform):
     def takes(self, leaf: Leaf) -> bool:
         return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
 
+    def in_program(self) -> str:
+        """Without the names of directories, which are each machine's own; their number is the program's."""
+        text = str(replace(self, path=("...",) * len(self.path)))
+        return text.replace("'...'", "...")
+
     def __str__(self) -> str:
         """The tier, the roles, and what is not as by default."""
         shown = [f"{self.tier!r}", repr(self.of) if len(self.of) > 1 else repr(*self.of)]
         for f in fields(self)[2:]:
-            if (value := getattr(self, f.name)) != f.default:
+            if (value := getattr(self, f.name)) != f.default and f.name != "within":
                 value = value[0] if f.name == "path" and len(value) == 1 else value
                 shown.append(f"{f.name}={getattr(value, '__name__', None) or repr(value)}")
         return f"{self.name}({', '.join(shown)})"
@@ -89,7 +95,8 @@ def offload(
         of: "opt_state" (the default), "params", "activations", or several; with "auto" those that may be moved, by default all. Under `mixed_precision`
             the masters, which are only read to be cast, rest with the optimizer's state unless "params" says otherwise. "params" alone leaves the
             optimizer's state on the device.
-        path: for "nvme" a directory, or several over which the leaves are striped. What lies there is scratch of this run, never a checkpoint. "auto" uses
+        path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and now. Each rank may have its own
+            (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others. What lies there is scratch of this run, never a checkpoint. "auto" uses
             a disk if there is a path.
         fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
@@ -158,7 +165,7 @@ def offload(
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
         raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
-    return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on), step)
+    return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on, os.getcwd() if paths else ""), step)
 
 
 class Tiers(NamedTuple):
@@ -200,7 +207,7 @@ def tiers_of(
 
 def paths_of(records: Sequence[Offload]) -> tuple[str, ...]:
     """The directories in which the leaves on disk lie, () if none is."""
-    return next((record.path for record in records if record.path), ())
+    return next((tuple(os.path.join(record.within, p) for p in record.path) for record in records if record.path), ())
 
 
 def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> list[int]:

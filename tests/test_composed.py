@@ -1,0 +1,54 @@
+"""Models, optimizers and transforms composed at random against the plain step, by `check_equivalent`: it finds no difference where nothing was planted."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import composed
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import fzero as fz
+from fzero.testing import check_equivalent
+
+NUM_EXAMPLES = int(os.environ.get("FZERO_FUZZ", 8))
+
+
+def differences(case: composed.Case, mesh: fz.Mesh, steps: int = 2) -> str:
+    """What differs, as a report; nothing if nothing does."""
+    batch = fz.tree.map(lambda x: x.chunk(mesh.size)[mesh.rank], case.batch)
+    report = check_equivalent(case.step, case.params, batch, mesh, steps=steps, raises=False)
+    return "" if report.equivalent else f"{case.text}\n{report}"
+
+
+@pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
+@settings(max_examples=NUM_EXAMPLES, derandomize="FZERO_FUZZ" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_composition_is_equivalent(data: st.DataObject) -> None:
+    """Searches longer, and from other seeds, with FZERO_FUZZ=<number of examples>."""
+    case = composed.compose(lambda options: data.draw(st.sampled_from(options)))
+    assert not differences(case, fz.make_mesh(data=1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
+def test_no_alarm_without_a_fault() -> None:
+    """200 models x optimizers x precisions."""
+    mesh = fz.make_mesh(data=1)
+    found = {n: text for n in range(200) if (text := differences(composed.numbered(n), mesh, steps=3))}
+    assert not found, "\n".join(f"case {n}: {text}" for n, text in found.items())
+
+
+def on_ranks(numbers: list[int]) -> list[str]:
+    mesh = fz.make_mesh()
+    return [differences(composed.numbered(n, ranks=mesh.size), mesh) for n in numbers]
+
+
+@pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
+def test_compositions_on_ranks_are_equivalent(run_ranks: Any) -> None:
+    """Their rows are cut over two ranks; a stage is among what is chosen."""
+    for texts in run_ranks(2, on_ranks, list(range(5))):
+        assert not any(texts), "\n".join(texts)

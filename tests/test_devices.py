@@ -1,0 +1,131 @@
+"""Which device a process takes, on machines that this one is not."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fzero import compat
+from fzero.errors import FzeroValueError
+from fzero.mesh import _one_visible, choose_device, device_problems, groups_along, make_mesh
+
+
+def wanted(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> str:
+    """In words of its own: a GPU for each process, by its number unless it sees its own alone; else the CPU, or an error if a GPU was asked for."""
+    if asked == "cpu" or num_cuda == 0:
+        return "error" if asked == "cuda" else "cpu"
+    if num_cuda == 1 and (one_visible or num_local == 1):
+        return "cuda:0"
+    if num_cuda >= num_local and local < num_cuda:
+        return f"cuda:{local}"
+    return "error" if asked == "cuda" else "cpu, warned"
+
+
+CASES = [
+    case
+    for case in itertools.product((None, "cpu", "cuda"), range(4), (1, 2, 4), (0, 1, 2, 8), (False, True))
+    if case[1] < case[2] or case[2] == 1  # LOCAL_WORLD_SIZE is 1 where nobody has set it
+]
+
+
+def found(*case: Any) -> str:
+    try:
+        device, warning = choose_device(*case)
+    except FzeroValueError as error:
+        refused = "there is no device 'cuda' for every process" in str(error) and str(error).splitlines()[-1].startswith("Fix: ")
+        return "error" if refused else str(error)
+    return f"{device}, warned" if warning else str(device)
+
+
+def test_every_machine() -> None:
+    assert {case: found(*case) for case in CASES} == {case: wanted(*case) for case in CASES}
+
+
+def test_one_gpu_that_each_process_sees_as_its_own() -> None:
+    """LOCAL_RANK=3 of 4 under Slurm or Ray."""
+    assert choose_device(None, 3, 4, 1, True) == (torch.device("cuda", 0), None)
+    device, warning = choose_device(None, 0, 2, 1, False)
+    assert device == torch.device("cpu") and warning is not None and "CUDA is not used: 1 CUDA device for 2 processes on this host" in warning
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "tpu", "cuda:1"])
+def test_devices_that_there_is_nothing_for(device: str) -> None:
+    with pytest.raises(FzeroValueError, match=f"device '{device}' is not supported"):
+        make_mesh(device=device)
+
+
+def test_which_environments_show_one_gpu() -> None:
+    assert _one_visible({"CUDA_VISIBLE_DEVICES": "3"}) and _one_visible({"HIP_VISIBLE_DEVICES": "0"})
+    assert not _one_visible({}) and not _one_visible({"CUDA_VISIBLE_DEVICES": "0,1"}) and not _one_visible({"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_the_mesh_warns_of_gpus_that_it_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.warns(UserWarning, match="1 CUDA device for 2 processes on this host"):
+        assert make_mesh().device.type == "cpu"
+    for rank, device in (("1", None), ("0", "cpu")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert make_mesh(device=device).device.type == "cpu", "one process of a host warns, if nobody asked for the CPU"
+
+
+def test_devices_that_make_no_mesh() -> None:
+    assert device_problems(["cpu", "cpu"]) == device_problems(["cuda a 1 1", "cuda a 2 2", "cuda b 1 1"]) == []
+    assert device_problems(["cuda a 1 1", "cpu", "cuda a 2 2", "cpu"]) == ["rank 0 is on 'cuda'", "rank 1 is on 'cpu'"]
+    assert device_problems(["cuda a 1 1", "cuda a 2 2", "cuda a 1 1"]) == ["ranks 0, 2 have one GPU, a 1 1"]
+
+
+def another_device(rank: int) -> None:
+    from fzero import mesh
+
+    name_of = mesh._name_of
+    mesh._name_of = lambda device: "cuda host gpu-1 1" if rank < 0 or int(mesh.os.environ["RANK"]) == rank else name_of(device)
+    try:
+        make_mesh(data=2, timeout=20)
+    finally:
+        mesh._name_of = name_of
+
+
+@pytest.mark.parametrize(("rank", "said"), [(1, "rank 1 is on 'cuda'"), (-1, "ranks 0, 1 have one GPU")])
+def test_ranks_on_devices_that_make_no_mesh_all_say_so(run_ranks: Any, rank: int, said: str) -> None:
+    for found in run_ranks(2, another_device, rank, expect_error=True, timeout=40):
+        assert found.type == "FzeroValueError" and said in found.message and "Fix: give each process a GPU of its own" in found.message
+
+
+def gathers_apart(**axes: int) -> list[Any]:
+    """For each axis the ranks of its groups, whether gathers have one of their own, and the sum over it."""
+    mesh = make_mesh(device="cpu", timeout=30, **axes)
+    object.__setattr__(mesh, "gather_groups", groups_along(mesh.axes, mesh.timeout))  # as on CUDA
+    out = []
+    for axis in mesh.axes:
+        plain, gathers = mesh.group(axis), mesh.group(axis, gathers=True)
+        sums = torch.tensor(2**mesh.rank)
+        dist.all_reduce(sums, group=gathers)
+        same = dist.get_process_group_ranks(plain) == dist.get_process_group_ranks(gathers)
+        out.append((axis, same, plain is not gathers and gathers is not dist.group.WORLD, int(sums)))
+    return out
+
+
+def test_gathers_have_process_groups_of_their_own(run_ranks: Any) -> None:
+    """Also along an axis that is the whole world, where PyTorch's mesh hands out the default group."""
+    for found in run_ranks(2, gathers_apart, data=2):
+        assert found == [("data", True, True, 0b11)]
+    for rank, found in enumerate(run_ranks(4, gathers_apart, replica=2, data=2)):
+        assert found == [("replica", True, True, 0b0101 << rank % 2), ("data", True, True, 0b11 << 2 * (rank // 2))]
+
+
+def test_gathers_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    assert compat.nccl_ahead().is_high_priority_stream is True

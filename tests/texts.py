@@ -1,0 +1,66 @@
+"""Run as a script: lowers programs of every kind and prints a digest of each, and which lines have no digest in common, as JSON.
+
+    python texts.py SEED FOLDER
+
+SEED shuffles the order in which they are lowered; FOLDER is where leaves on disk would rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+from models import MODELS, OPTIMIZERS, STAGES, batches, meta, meta_part
+
+import fzero as fz
+from fzero import optim
+from fzero.runtime.agree import describe
+
+PARITY = {
+    "bare": ("bare", "adamw", STAGES[2](), 2),
+    "mixed_lamb": ("mixed", "lamb", STAGES[3](), 3),
+    "mixed_clipped": ("mixed", "clipped", fz.compose(STAGES[1](), fz.mixed_precision("bf16", watch=True)), 2),
+    "mixed_auto": ("mixed", "adamw", fz.compose(STAGES[3](), fz.mixed_precision("auto"), fz.remat(0.5)), 2),
+    "gpt_rows": ("gpt", "lion", fz.compose(STAGES[3](), fz.mixed_precision("bf16", params="bf16"), fz.remat("min_cut")), 4),
+}
+
+
+def stacked(p: Any, batch: Any) -> torch.Tensor:
+    """Layers that are slices of one tensor, and settings from sets and dicts of text."""
+    x = p["token"][batch["tokens"]]
+    for i in range(3):
+        x = fz.block(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))({"w": p["w"][i], "b": p["b"].unbind()[i]}, x)
+    scales = {"one", "two", "three", "four"}
+    return x.square().mean() * len(scales) + sum((v.square().mean() for v in p["w"].unbind()), torch.zeros(()))
+
+
+def lowered(step: Any, ranks: int, init: Callable[..., Any]) -> Any:
+    params, batch = meta(init(fz.random.key(0))), meta_part(batches(1)[0], ranks)
+    return fz.lower(step, fz.AbstractMesh(data=ranks), params, batch).program
+
+
+def jobs(folder: str) -> dict[str, Callable[[], Any]]:
+    from test_program import VARIANTS, gpt_program
+
+    VARIANTS["offload_nvme"] = fz.offload("nvme", ("opt_state", "params"), path=[folder, f"{folder}/second"])
+    made: dict[str, Callable[[], Any]] = {name: lambda name=name: gpt_program(name, layers=2) for name in VARIANTS}
+    for name, (model, optimizer, transform, ranks) in PARITY.items():
+        step = transform(fz.train_step(MODELS[model].loss, OPTIMIZERS[optimizer]()))
+        made[name] = lambda step=step, ranks=ranks, model=model: lowered(step, ranks, MODELS[model].init)
+    shapes = {"token": torch.zeros(models.VOCAB, 4), "w": torch.zeros(3, 4, 4), "b": torch.zeros(3, 4)}
+    made["stacked"] = lambda: lowered(fz.shard_params(fz.train_step(stacked, optim.sgd(0.1))), 2, lambda key: shapes)
+    return made
+
+
+if __name__ == "__main__":
+    seed, folder = sys.argv[1:]
+    names = list(todo := jobs(folder))
+    random.Random(seed).shuffle(names)
+    texts = {name: describe(todo[name]()) for name in names}
+    print(json.dumps({name: [hashlib.sha256(line.encode()).hexdigest()[:12] for line in text.splitlines()] for name, text in sorted(texts.items())}))
