@@ -11,7 +11,7 @@ what programs alike took besides the least; until none that is left can be faste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,9 @@ from fzero.units import duration
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
-MOST_LINES = 12_000  # of all programs that are made, once one of them fits
+MOST_LINES = 12_000  # of all programs that are made
+MOST_TRIED = 32  # programs
+LAST_TRIED = 8  # and of those that are not expected to fit, but might, if nothing did
 
 _STATE = ("opt_state", "params")  # of the same leaves
 _ON_HOST = (
@@ -128,18 +130,17 @@ class _Search:
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
         tried = set[tuple[Shares, Choice]]()
         for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
-            if self.found and (self.num_lines > MOST_LINES or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values())):
+            enough = self.num_lines > MOST_LINES or len(self.peaks) > MOST_TRIED
+            if enough or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
             if not self._expected(candidate, bounds[candidate]):
                 tried.add(candidate)
                 self._try(*candidate, bounds[candidate])
-        left = sorted(bounds.keys() - tried, key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely, str(c[0]), c[1].host_share))
-        begin = self.num_lines
-        for candidate in left if not self.found else ():  # programs differ in what they take besides the least
-            if self._try(*candidate, bounds[candidate]) or self.num_lines - begin > MOST_LINES:
-                break
-        if not self.found:
-            raise self._unmet()
+        if not self.found:  # programs differ in what they take besides the least
+            able = [c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)]
+            able.sort(key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely))
+            if not any(self._try(*candidate, bounds[candidate]) for candidate in able[:LAST_TRIED]):
+                raise self._unmet(bounds)
         best, *others = sorted(self.found, key=lambda shares: self.found[shares])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])]
         return self._records(best), Decision("offload", _names(best), "; ".join(why))
@@ -204,7 +205,7 @@ class _Search:
         """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
         shares, way = candidate
         device, host = self.besides.get(_kind(shares, way)) or self.besides.get(way) or (0.0, 0.0)
-        return self.budget.over((int(bound.device + device), int(bound.host + host), int(bound.disk)))
+        return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
     def _try(self, shares: Shares, way: Choice, bound: Least | None = None) -> bool:
         """Whether a program fits, which is made for it; the seconds of one that does."""
@@ -220,7 +221,12 @@ class _Search:
             self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
         return fits
 
-    def _unmet(self) -> BudgetError:
+    def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:
+        known = {frozenset(s.tier for s in shares) for shares, _ in self.peaks}
+        for candidate in sorted(bounds, key=lambda c: bounds[c].peaks):  # what takes least of the device, on tiers that nothing was tried on
+            if (used := frozenset(s.tier for s in candidate[0])) not in known:
+                known.add(used)
+                self._try(*candidate, bounds[candidate])
         over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):

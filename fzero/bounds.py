@@ -32,6 +32,11 @@ class Least(NamedTuple):
     queues: tuple[float, ...]
 
     @property
+    def peaks(self) -> tuple[int, int, int]:
+        """Of device, host and disk."""
+        return int(self.device), int(self.host), int(self.disk)
+
+    @property
     def seconds(self) -> float:
         """Of a step, if all queues work side by side."""
         return max(self.queues)
