@@ -3,6 +3,8 @@
 Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
 """
 
+from typing import NoReturn
+
 from fzero import checkpoint, data, errors, optim, random, testing, tree
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
@@ -65,3 +67,7 @@ __all__ = [
     "tree",
     "weighted",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise errors.no_attribute(__name__, name, __all__)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fzero.bounds import Least, Rests, sizes_of
-from fzero.budget import ENDS, GAIN, Budget, Choice
+from fzero.budget import ENDS, FEW, GAIN, Budget, Choice, filling, share_of
 from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.program.ir import Program
 from fzero.progress import Progress
-from fzero.schedule.plan import Decision, peak_bytes, step_seconds
+from fzero.schedule.plan import Decision, Plan, peak_bytes, plan, step_seconds
 from fzero.transforms.offload import ROLES, Offload
 from fzero.transforms.tiers import GRADS
-from fzero.units import duration
+from fzero.units import duration, size
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
@@ -104,7 +105,7 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
     """
     problems = [] if limits[0] is not None else ["memory_budget: what may stay on the device is not given"]
     if limits[2] is not None and not auto.path:
-        problems.append(f"disk_budget={limits[2]:,} bytes, and no path that they are on")
+        problems.append(f"disk_budget of {size(limits[2])}, and no path that they are on")
     if not batch:
         problems.append("batch: where the state rests is decided before the first batch is seen, and without one it is not known what the step takes")
     if problems:
@@ -231,13 +232,21 @@ class _Search:
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
-        problems = []
+        problems, plans = [], list[tuple[Program, Plan]]()
         for shares in least.values():
             limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
-            needs = [f"{where} {need:,} bytes" + (f" of {limit:,}" if limit is not None else "") for where, need, limit in limits if need]
+            needs = [f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "") for where, need, limit in limits if need]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
-        fix = "raise a budget" if self.auto.path else 'give it a disk, fz.offload("auto", path=DIR), or raise a budget'
-        return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, f"{fix}; or shard more, or use a smaller batch"))
+            if over[shares][1][0] > (self.budget.nbytes or 0):
+                way = min((way for tried, way in self.peaks if tried == shares), key=lambda way: self.peaks[shares, way])
+                program = self._variants(shares)(way)
+                plans.append((program, plan(program, self.budget.device, backend=self.budget.backend)))
+                problems += [f"  {line}" for line in filling(*plans[-1])]
+        fixes = ["raise a budget"] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)', "raise a budget"]
+        for program, found in plans[:1]:
+            fixes += ["shard more"] if program.mesh.size > 1 else []
+            fixes += ['keep less for the backward: fz.remat("full")'] if share_of(found, ("saved",)) > FEW else []
+        return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes)))
 
 
 def _kind(shares: Shares, way: Choice) -> Any:

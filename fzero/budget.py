@@ -21,11 +21,12 @@ from fzero.program.ir import Program
 from fzero.schedule.devices import Device
 from fzero.schedule.order import Order, coalescable, sharable
 from fzero.schedule.plan import Decision, Plan, peak_bytes, queue_seconds, step_seconds
+from fzero.schedule.render import brief
 from fzero.schedule.timeline import COMPUTE
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
 from fzero.transforms.tiers import blocks_updated_on_host
-from fzero.units import duration, size
+from fzero.units import duration, exact_size, size
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -189,7 +190,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
     if budget is not None and budget.nbytes is not None:
         out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
-        out.append(Decision("coalesced", f"{choice.order.coalesced:,} B", "transfers that send less than this travel together"))
+        out.append(Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together"))
     if choice.grads != "update":
         where = "host" if choice.grads == "host" else "device"
         why = "wherever their update runs: the device has no room for them" if where == "host" else "sums over micro-batches: it is faster"
@@ -204,18 +205,57 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
     return tuple(out)
 
 
-def unmet(found: Plan, budget: Budget, advice: Sequence[str] = ()) -> BudgetError:
-    """The error of a step whose least plan does not fit its budgets."""
-    roles = ", ".join(f"{role} {size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n)
+def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] = (), rows: int = 1) -> BudgetError:
+    """The error of a step whose least plan does not fit its budgets.
+
+    Args:
+        program: that takes least.
+        found: its plan.
+        budget: what it does not fit.
+        advice: what would lower the peak of the device.
+        rows: of the batch that a rank computes with at once, in its first dimension.
+    """
     problems = []
     for where, need, limit in zip(("", " of host memory", " on disk"), (found.peak_bytes, found.host_peak_bytes, found.disk_bytes), budget.limits, strict=True):
         if limit is not None and (more := need - limit) > 0:
-            problems.append(f"a rank needs {size(need)}{where}, {size(more)} ({more:,} bytes) more than the {size(limit)} it may have")
+            problems.append(f"a rank needs {size(need)}{where}, {exact_size(more)} more than the {size(limit)} it may have")
             if not where:
-                problems += [f"at: {found.peak_line.text.strip()}", f"there: {roles}"]
-    problems += advice
-    fix = f"{'apply what lowers it most, ' if advice else ''}use a smaller batch, or raise the budget"
-    return BudgetError(message("memory_budget", "the step does not fit", problems, fix))
+                problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
+    over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
+    fixes = ["apply what lowers it most"] if advice else []
+    fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
+    return BudgetError(message("memory_budget", "the step does not fit", [*problems, *advice], ", ".join([*fixes, "or raise the budget"]).removeprefix("or ")))
+
+
+WITH_BATCH = ("batch", "saved", "activations", "temporaries")
+"""What grows with the batch."""
+FEW = 0.05  # of the peak: what takes less is not worth advice
+
+
+def share_of(found: Plan, roles: Sequence[str]) -> float:
+    """How much of the peak some roles take."""
+    return sum(found.breakdown[role] for role in roles) / max(1, found.peak_bytes)
+
+
+def filling(program: Program, found: Plan) -> list[str]:
+    """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are many."""
+    roles = [f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n]
+    why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
+    return [f"there: {', '.join(roles)}", *([f"gradients: {why}"] if why else [])]
+
+
+_ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
+
+
+def waiting(program: Program) -> str | None:
+    """Why gradients pile up until the backward is over, if they do."""
+    if any(line.op == "loop" for line in program.lines):
+        return "those of all blocks add up over the micro-batches of a loop"
+    backward = [i for i, line in enumerate(program.lines) if line.attrs.get("backward")]
+    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.op == "call" and not line.attrs.get("guess")]
+    if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
+        return None
+    return "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is used as it is made"
 
 
 def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:

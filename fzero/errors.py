@@ -10,6 +10,7 @@ All errors fzero raises on purpose subclass `FzeroError` and the built-in class 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -42,7 +43,11 @@ class VerifyError(FzeroValueError):
 
 
 class DivergenceError(FzeroError, RuntimeError):
-    """Ranks that would run different programs, or that did not come to compare them."""
+    """Ranks that would run different programs or hold different values of the same leaves, or that did not come to compare them."""
+
+
+class BusyError(FzeroError, RuntimeError):
+    """A call that needs a mesh to itself while another thread is using it."""
 
 
 class TierError(FzeroError, RuntimeError):
@@ -71,3 +76,11 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
     if fix:
         lines.append(f"Fix: {fix}")
     return "\n".join(lines)
+
+
+def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """What a module says of a name that it has not: those that are like it, or all."""
+    known = sorted(known)
+    names = difflib.get_close_matches(name, known) or known
+    fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
+    return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from fzero import tree
 from fzero.auto import check_auto, choose_tiers
-from fzero.budget import ENDS, Budget, Choice, choose, choose_share, decided, fastest, unmet
+from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
 from fzero.leaves import (
     abstract,
@@ -46,12 +46,12 @@ from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, plan
-from fzero.step import EvalStep, Step, check_params, wants_key
+from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
-from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
-from fzero.units import parse_budgets
+from fzero.units import parse_budgets, size
 from fzero.variants import Variants, finished
 
 
@@ -154,6 +154,7 @@ def lower(
 def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
     """As `lower`, from leaf tables."""
     if isinstance(step, EvalStep):
+        check_arguments(step.fn, batch.structure.num_children)
         program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
@@ -180,9 +181,10 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
     *sooner, last = variants.grads(least)
     choice = best(sooner) or best([last])
     if choice is None:
-        found = plan(variants.verified(least), budget.device, backend=budget.backend)
-        more = found.peak_bytes > budget.nbytes
-        raise unmet(found, budget, _advice(step, mesh, params, batch, budget, found.peak_bytes) if more else ())
+        program = variants.verified(replace(least, grads=last))
+        found = plan(program, budget.device, backend=budget.backend)
+        advice = _advice(step, mesh, params, batch, budget, found) if found.peak_bytes > budget.nbytes else ()
+        raise unmet(program, found, budget, advice, _rows(step, batch))
     return lowered(variants.verified(choice), choice=choice)
 
 
@@ -308,24 +310,60 @@ def _fitting(lowered: Lowered) -> Lowered:
     if budget is not None and budget.limits != (None, None, None):
         found = lowered.plan_on(budget.device, budget.backend)
         if budget.over((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
-            raise unmet(found, budget)
+            raise unmet(lowered.program, found, budget, rows=_rows(None, lowered.batch))
     return lowered
 
 
-def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, peak: int) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it."""
-    peaks: dict[str, int] = {}
+def _rows(step: Step | None, batch: Inputs) -> int:
+    """Of a rank's batch that are computed with at once."""
+    found = find(step.transforms, accumulate.Accumulate) if step is not None else None
+    return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (found.num_micro_batches if found else 1)
+
+
+def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together."""
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
-    for transform in _candidates(step, mesh):
+
+    def peak(more: Step) -> int | None:
         try:
-            more = transform(step)
-            if more == step or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
-                continue
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
-        except FzeroError:  # one that contradicts what is there, or cannot be had with this batch
+        except FzeroError:  # contradicts what is there, or cannot be had with this batch
+            return None
+        return found.plan_on(budget.device, budget.backend).peak_bytes
+
+    peaks: dict[Any, int] = {}
+    for transform in _candidates(step, mesh, least):
+        more = _with(step, transform)
+        if more is None or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
             continue
-        peaks[str(transform)] = found.plan_on(budget.device, budget.backend).peak_bytes
-    return [f"with fz.{name}: {n:,} bytes" for name, n in sorted(peaks.items(), key=lambda item: item[1])[:3] if n < peak]
+        if (n := peak(more)) is not None and n < least.peak_bytes:
+            peaks[transform] = n
+    best: dict[type, Any] = {}  # of each kind
+    for transform in sorted(peaks, key=lambda transform: peaks[transform]):
+        best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
+    ordered = list(best.values())
+    limit = budget.nbytes or 0
+    fits = lambda n: f"{size(n)}{', which fits' if n <= limit else ''}"  # noqa: E731
+    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered]
+    if len(ordered) > 1 and peaks[ordered[0]] > limit:
+        together, all_ = [], step
+        for transform in ordered:
+            more = _with(all_, transform)
+            together, all_ = ([*together, transform], more) if more is not None else (together, all_)
+        if len(together) > 1 and (n := peak(all_)) is not None and n < peaks[ordered[0]]:
+            names = ", ".join(f"fz.{transform}" for transform in together)
+            advice.append(f"with {names} together: {fits(n)}")
+    return advice
+
+
+def _with(step: Step, transform: Any) -> Step | None:
+    """The step with a transform more, in place of one of its kind that adds up micro-batches; None if it has it, or it cannot be had."""
+    others = tuple(t for t in step.transforms if not (isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate)))
+    try:
+        more = transform(replace(step, transforms=others))
+    except FzeroError:
+        return None
+    return None if more == step else more
 
 
 def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
@@ -334,8 +372,23 @@ def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool,
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
-def _candidates(step: Step, mesh: AbstractMesh) -> Iterator[Any]:
+def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> Iterator[Any]:
+    """Transforms that may lower the peak of a plan, by what fills it."""
     axis = next((a for a, n in mesh.axes.items() if n > 1), None)
     if axis:
         yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
-    yield from (remat.remat("full"), accumulate.accumulate(2), accumulate.accumulate(8), mixed_precision("bf16"))
+    micro = find(step.transforms, accumulate.Accumulate)
+    if share_of(least, WITH_BATCH) > FEW:
+        yield from (remat.remat("full"), *(accumulate.accumulate(n) for n in (2, 8) if micro is None))
+    if share_of(least, ("gradients",)) > FEW and micro and not micro.vertical:
+        yield replace(micro, vertical=True)
+    yield mixed_precision("bf16")
+    if share_of(least, ("opt_state", "params")) > FEW:
+        yield from (offload(tier, of, **path) for tier, path in _tiers(mesh) for of in ("opt_state", ("opt_state", "params")))
+    if share_of(least, ("saved",)) > FEW and not mesh.unified_memory:
+        yield offload("cpu", "activations")
+
+
+def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
+    """Where state may rest off the device."""
+    return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

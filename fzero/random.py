@@ -69,7 +69,7 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
         >>> bool((first == second).all())
         False
     """
-    _check_key("random.split", key)
+    check_key("random.split", key)
     if not isinstance(n, int) or n < 1:
         raise FzeroValueError(message("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key"))
     return DERIVE(key, torch.arange(n, device=key.device), _SPLIT)
@@ -84,7 +84,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
 
     Returns: int64[3].
     """
-    _check_key("random.fold_in", key)
+    check_key("random.fold_in", key)
     if isinstance(data, torch.Tensor):
         if data.dim() or data.is_floating_point() or data.is_complex():
             raise FzeroTypeError(message("random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"))
@@ -114,7 +114,7 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
         >>> torch.equal(torch.cat(halves), whole)
         True
     """
-    _check_key("random.with_part", key)
+    check_key("random.with_part", key)
     if isinstance(part, torch.Tensor):
         return torch.cat([key[:2], part.to(device=key.device, dtype=torch.int64).reshape(1)])
     if not isinstance(part, int) or part < 0:
@@ -145,6 +145,7 @@ def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.
         minval, maxval: the bounds.
     """
     _check_dtype("random.uniform", dtype)
+    _check_number("random.uniform", minval=minval, maxval=maxval)
     if not (math.isfinite(minval) and math.isfinite(maxval) and minval < maxval):
         raise FzeroValueError(message("random.uniform", f"[{minval}, {maxval}) is no interval", fix="choose finite bounds with minval < maxval"))
     out = _draw("random.uniform", key, shape, "uniform")
@@ -179,6 +180,8 @@ def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.f
 
 def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.Tensor:
     """Independent booleans, True with probability `p` (in steps of 2**-24)."""
+    _check_shape("random.bernoulli", shape)
+    _check_number("random.bernoulli", p=p)
     if not 0 <= p <= 1:
         raise FzeroValueError(message("random.bernoulli", f"p={p} is not a probability", fix="choose p from 0 to 1"))
     return _draw("random.bernoulli", key, shape, "uniform") < p
@@ -202,9 +205,12 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
 
     Paper: Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
     """
+    _check_number("random.dropout", rate=rate)
+    if not isinstance(x, torch.Tensor):
+        raise FzeroTypeError(message("random.dropout", f"drops elements of a tensor, not of {describe(x)}", fix="dropout(key, x, rate)"))
     if not 0 <= rate < 1:
         raise FzeroValueError(message("random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"))
-    _check_key("random.dropout", key)
+    check_key("random.dropout", key)
     if rate == 0:
         return x
     dropped = _draw("random.dropout", key, x.shape, "uniform") < rate
@@ -227,12 +233,14 @@ def from_start(args: Sequence[Any], start: Any, shape: Sequence[int]) -> tuple[A
 
 
 def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> torch.Tensor:
-    _check_key(where, key)
+    check_key(where, key)
+    _check_shape(where, shape)
     shape = list(shape)
     return DRAW(key, shape, math.prod(shape), 0, kind)
 
 
-def _check_key(where: str, key: Any) -> None:
+def check_key(where: str, key: Any) -> None:
+    """Raises if a value is not a key."""
     if not isinstance(key, torch.Tensor):
         raise FzeroTypeError(message(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)"))
     if key.dtype != torch.int64 or key.shape != (3,):
@@ -241,7 +249,20 @@ def _check_key(where: str, key: Any) -> None:
         raise FzeroTypeError(message(where, "not a key", problems, fix))
 
 
+def _check_shape(where: str, shape: Any) -> None:
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape):
+        given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
+        raise FzeroTypeError(message(where, f"{given} is no shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"))
+
+
+def _check_number(where: str, **numbers: Any) -> None:
+    if wrong := [f"{name}={describe(x) if isinstance(x, torch.Tensor) else repr(x)}" for name, x in numbers.items() if not isinstance(x, (int, float))]:
+        raise FzeroTypeError(message(where, "these are numbers", wrong, "give a Python number; the order of the arguments is in the docstring"))
+
+
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise FzeroTypeError(message(where, f"{dtype!r} is no dtype", fix="e.g. torch.float32"))
     if not dtype.is_floating_point:
         raise FzeroTypeError(message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers"))
 

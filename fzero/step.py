@@ -172,6 +172,7 @@ class EvalStep:
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The function, eagerly, without gradients."""
+        check_arguments(self.fn, len(batch))
         with torch.no_grad():
             result = self.fn(params, *batch)
         return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
@@ -304,6 +305,19 @@ def _takes(loss_fn: Callable[..., Any]) -> bool:
     return True
 
 
+def check_arguments(fn: Callable[..., Any], num: int) -> None:
+    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python cannot tell it does."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *[None] * num)
+    except TypeError as error:
+        what = f"{getattr(fn, '__name__', type(fn).__name__)}{signature} is called with the parameters and {num} more argument{'s' * (num != 1)}"
+        raise FzeroTypeError(message("eval_step", what, [str(error)], "give each of its arguments by itself: evaluate(params, inputs, labels)")) from None
+
+
 def check_init(init_fn: Any) -> None:
     """Raises if what should be an init function is a module."""
     if isinstance(init_fn, torch.nn.Module):
@@ -331,10 +345,10 @@ def check_batch(batch: Any) -> None:
         raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
 
 
-def check_state(state: Any, fix: str) -> None:
+def check_state(state: Any, fix: str, owner: str = "step") -> None:
     """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the optimizer's."""
     if not isinstance(state, State):
-        raise FzeroTypeError(message("step", f"the first argument is a State, not {type(state).__name__}", fix=fix))
+        raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
     scalars = {"step": (state.step, ()), "key": (state.key, (3,))}
     wrong = [
         f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
@@ -344,7 +358,7 @@ def check_state(state: Any, fix: str) -> None:
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
     if wrong:
-        raise FzeroTypeError(message("step", "this is no state of a step", wrong, fix))
+        raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
 
 
 def check_params(params: Any) -> None:

@@ -1,4 +1,7 @@
-"""Amounts of memory and spans of time: from text, and as text for messages."""
+"""Amounts of memory, rates and spans of time: from text, and as text.
+
+Sizes are printed in KiB, MiB and GiB (2^10, 2^20, 2^30 bytes), rates in GB/s (10^9). Both kinds of units are read.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,59 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
     Raises:
         FzeroValueError: what is no amount, or a memory budget of 0.
     """
-    nbytes, on_host, on_disk = (None if x is None else parse_bytes(x) for x in (memory, host, disk))
-    if nbytes == 0:
-        raise FzeroValueError(message("plan", f"memory_budget={memory!r}: nothing runs in no memory", fix="give what each rank may use, or leave it out"))
-    return nbytes, on_host, on_disk
+    found: list[int | None] = []
+    problems: list[str] = []
+    for name, budget in (("memory_budget", memory), ("host_budget", host), ("disk_budget", disk)):
+        try:
+            found.append(None if budget is None else parse_bytes(budget))
+        except FzeroValueError:
+            problems.append(f"{name}={budget!r} is no amount of memory")
+            continue
+        if name == "memory_budget" and found[-1] == 0:
+            problems.append(f"{name}={budget!r}: nothing runs in no memory")
+    if problems:
+        raise FzeroValueError(
+            message("plan", "invalid budgets", problems, 'give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30), or leave it out')
+        )
+    return found[0], found[1], found[2]
 
 
-def size(nbytes: int) -> str:
-    """Bytes as text, to about three digits; a few of them exactly.
+def size(nbytes: float) -> str:
+    """Bytes as text, in units of 2^10 as the tools of devices print memory: bytes exactly, else to a tenth, from GiB on to a hundredth.
 
     Example:
-        >>> size(1000), size(1 << 20), size(3 << 29)
-        ('1,000 bytes', '1.0 MiB', '1.50 GiB')
+        >>> size(1000), size(43360), size(1 << 20), size(3 << 29), size(3 << 40)
+        ('1000 B', '42.3 KiB', '1.0 MiB', '1.50 GiB', '3.00 TiB')
     """
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes:,} bytes"
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB" if nbytes < 1024 else f"{nbytes / 1024:.2f} TiB"
+
+
+def exact_size(nbytes: int) -> str:
+    """The same, with every byte.
+
+    Example:
+        >>> exact_size(1000), exact_size(43360)
+        ('1000 B', '42.3 KiB (43,360 bytes)')
+    """
+    return size(nbytes) if nbytes < 1024 else f"{size(nbytes)} ({nbytes:,} bytes)"
+
+
+def rate(bandwidth: float) -> str:
+    """Bytes a second as text, in units of 10^3, as datasheets state them.
+
+    Example:
+        >>> rate(5.12e10), rate(1e9 / 8)
+        ('51.2 GB/s', '125 MB/s')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if bandwidth < 1000:
+            return f"{bandwidth:.4g} {unit}/s"
+        bandwidth /= 1000
+    return f"{bandwidth:.4g} TB/s"
 
 
 def duration(seconds: float) -> str:

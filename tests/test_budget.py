@@ -113,7 +113,7 @@ def test_a_budget_that_nothing_fits() -> None:
     with pytest.raises(BudgetError) as caught:
         fz.lower(fz.data_parallel(step), MESH, MODELS["gpt"].init, batch(2), memory_budget=least, device="cpu", backend="eager")
     text = str(caught.value)
-    assert "bytes) more than" in text and "at: " in text and "with fz.shard_params(axis='data'): " in text and text.splitlines()[-1].startswith("Fix: ")
+    assert "bytes) more than" in text and "at: " in text and "with fz.shard_grads(axis='data'): " in text and text.splitlines()[-1].startswith("Fix: ")
 
 
 def test_a_state_that_does_not_fit_is_not_made() -> None:

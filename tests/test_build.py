@@ -22,9 +22,9 @@ import torch.fx as fx
 from pool import ending
 
 import fzero as fz
-from fzero import compat
+from fzero import compat, random
 from fzero.errors import FzeroError, FzeroValueError
-from fzero.program.device import on_host
+from fzero.program.device import on_host, substituted
 from fzero.program.ir import Function
 from fzero.program.record import Recorded, record
 from fzero.runtime import build as building
@@ -303,6 +303,28 @@ def test_the_compilers_words_are_shown(folder, monkeypatch):
     assert tries == [True, False] and "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
 
 
+def test_a_torch_with_another_inductor_inside_compiles_in_its_public_way(folder, monkeypatch, caplog):
+    """A release that renames what `compat.inductor_lower` patches: slower, and not an error."""
+    import torch._inductor.config as config
+
+    def renamed(*args: Any) -> Any:
+        raise AttributeError("module 'torch._inductor.async_compile' has no attribute 'AsyncCompile'")
+
+    def ask(jobs: Any, cache: Cache, cores: int, done: Any, trust_cpu: bool) -> dict[str, Any]:
+        try:
+            return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}
+        except Exception as error:
+            return {"failed": f"Traceback\n{type(error).__name__}: {error}"}
+
+    monkeypatch.setattr(worker, "_ask", ask)  # in this process, where a name can be made to be missing
+    monkeypatch.setattr(compat, "inductor_lower", renamed)
+    with caplog.at_level(logging.INFO, "fzero"), config.patch({"cpp.vec_isa_ok": True}):  # no probes
+        run = building.build({"literal": functions()["literal"]}, "inductor", fz.make_mesh())["literal"]
+    torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "does not compile as expected: AttributeError: " in warning
+
+
 def test_a_function_that_is_not_plain_is_compiled_by_inductor_itself(folder, monkeypatch, caplog):
     import torch._inductor.config as config
 
@@ -531,3 +553,18 @@ def test_what_the_host_runs_is_made_on_the_host():
     (out,) = on_host(Recorded(graph)).module()(torch.ones(4))
     assert torch.equal(out, torch.full((4,), 2.0))
     assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], "the recorded one stays as it is"
+
+
+def test_what_is_substituted_for_the_host_is_on_the_host():
+    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on the tensors of the host."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        given = [torch.empty(5, 3, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")]
+        graph = record(lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)], given, owner="optimizer", names=["p", "key"])
+    assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}
+    here = substituted(on_host(graph), random.DECOMPOSITIONS)
+    values = [n.meta["val"] for n in here.graph.nodes if "val" in n.meta]
+    assert len(values) > 10 and {v.device.type for v in values} <= {"cpu", "meta"}
+    assert {n.kwargs["device"].type for n in here.graph.nodes if n.kwargs.get("device")} == {"cpu"}
+    p, key = torch.randn(5, 3), fz.random.key(1)
+    torch.testing.assert_close(here.module()(p, key)[0], p + fz.random.normal(key, (5, 3)))
+    assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}, "the recorded one stays as it is"

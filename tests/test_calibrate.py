@@ -114,10 +114,11 @@ def test_a_file_of_another_machine_or_version_is_refused(here, change, shown):
     change(data)
     calibration_path().write_text(json.dumps(data))
     with pytest.raises(FzeroValueError) as error:
-        get_device(calibration_path())
+        load_calibration(calibration_path())
     assert shown in str(error.value)
     assert str(error.value).splitlines()[-1].startswith("Fix:") and "fzero calibrate" in str(error.value)
     assert get_device(None) is KNOWN["cpu"]  # by default it is as if there were none
+    assert get_device(calibration_path()) == Device.from_json(calibration_path().read_text())  # a plan may be for any machine
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2, "torch": "x", "machine": 3}'])

@@ -342,6 +342,31 @@ def test_known_devices_have_sources():
     assert KNOWN["h100"].flops["bfloat16"] == pytest.approx(0.65 * 989e12)
 
 
+def test_what_a_host_has_is_shared_by_its_ranks():
+    """One has the whole disk, and the memory of the socket that it runs on."""
+    device, alone = KNOWN["a100"], KNOWN["a100"].shared_by(1)
+    assert alone == device and (alone.disk_read.bandwidth, alone.host_memory_bandwidth) == (6e9, 1e11)
+    eighth = device.shared_by(8)
+    assert (eighth.disk_read.bandwidth, eighth.disk_write.bandwidth, eighth.host_memory_bandwidth) == (6e9 / 8, 3e9 / 8, 2e11 / 8)
+    assert device.shared_by(2).host_memory_bandwidth == 1e11 and dataclasses.replace(device, disk_mixed=4e9).shared_by(4).disk_mixed == 1e9
+    assert eighth.shared_by(8) == eighth and eighth.shared_by(1) == alone and eighth.host_copy == device.host_copy
+    assert CPU.host is None and CPU.shared_by(8) is CPU, "as measured, while all ranks are busy"
+    for mesh, ranks in ((AbstractMesh(data=1), 1), (AbstractMesh(replica=3, data=2), 6), (AbstractMesh(data=64), 8)):
+        assert cost.on_mesh(device, mesh) == device.shared_by(ranks)
+
+
+def test_a_device_with_other_numbers():
+    found = get_device("A100, memory_bytes=40GB,disk_read=3GB/s,host_memory_bandwidth=80GB,host_copy=10GB,intra=1GB")
+    assert found.memory_bytes == 40 * 10**9 and found.host_copy == Link(1e-5, 1e10) and found.links["intra"].bandwidth == 1e9
+    assert (found.shared_by(2).disk_read.bandwidth, found.shared_by(4).host_memory_bandwidth) == (1.5e9, 4e10), "as one that is alone has them"
+    assert found.links["inter"] == KNOWN["a100"].links["inter"] and "with memory_bytes=40GB, disk_read" in found.source
+    with pytest.raises(FzeroValueError) as error:
+        get_device("a100,memory=40GB,disk_read=fast,disk_write=0GB")
+    assert all(x in str(error.value) for x in ("memory=40GB: not one of memory_bytes, ", "'fast' is no size", "'0GB' is no size", "Fix: e.g. a100,"))
+    with pytest.raises(FzeroValueError, match="neither a known device"):
+        get_device("a1000,memory_bytes=40GB")
+
+
 def test_an_unknown_device_lists_the_known_ones():
     with pytest.raises(FzeroValueError) as error:
         get_device("h1000")

@@ -149,7 +149,7 @@ def test_a_store_fills_what_it_is_given_and_leaves_what_lies_there(mesh, apart, 
         into[2] = sources[2]
         expected, version = [s.clone() for s in sources], sources[2]._version
         filled = getattr(carrier, way)(sources, into).wait()
-        carrier.settle()
+        carrier.settle(sources)
         assert all(a is b for a, b in zip(filled, into, strict=True))
         assert same(into, expected) and same(sources, expected) and sources[2]._version == version
 
@@ -239,7 +239,7 @@ def test_streams_copy_what_is_made_before_the_start_and_is_read_after_the_wait()
     x = carrier.to_device_start([rest], [place]).wait()[0]
     for _ in range(20):
         x = x @ place  # a matrix of 1 / 4096 is its own square
-    carrier.settle()
+    carrier.settle([rest])
     rest.zero_()  # the copy has read it
     copy = carrier.to_host_start([x * 4096], [rest])
     assert torch.allclose(copy.wait()[0], torch.ones(()))

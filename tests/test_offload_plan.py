@@ -133,7 +133,7 @@ def test_a_disk_that_is_slower_when_read_and_written_at_once_is_taken_at_that() 
     both = lowered(fz.offload("nvme", path="/scratch"), device="h100").program
     assert cost.as_used(device, both).disk_read.bandwidth == pytest.approx(5e8)
     assert cost.as_used(replace(device, disk_mixed=2e9), both).disk_write.bandwidth == 1e9  # never faster than alone
-    assert cost.as_used(device, lowered(device="h100").program) is device
+    assert cost.as_used(device, lowered(device="h100").program) == device
     busy = [plan(both, replace(device, disk_mixed=mixed)).channels["disk"].busy_seconds for mixed in (0.0, 5e8)]
     assert busy[1] == pytest.approx(2 * busy[0])
 
@@ -294,7 +294,7 @@ def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
         assert lowered(*transforms, device="h100", host_budget=need.host_peak_bytes, disk_budget=need.disk_bytes, **more).plan.disk_bytes == need.disk_bytes
         with pytest.raises(errors.BudgetError) as caught:
             lowered(*transforms, device="h100", host_budget=need.host_peak_bytes // 2, disk_budget=need.disk_bytes - 1, **more)
-        assert "of host memory" in str(caught.value) and "on disk, 1 bytes (1 bytes) more than" in str(caught.value) and "there:" not in str(caught.value)
+        assert "of host memory" in str(caught.value) and "on disk, 1 B more than" in str(caught.value) and "there:" not in str(caught.value)
 
 
 # --- auto ---
@@ -380,13 +380,13 @@ def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None
         auto(0.05, "/scratch", host_budget=1000, disk_budget=2000)
     lines = str(caught.value).splitlines()
     assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith("Fix: raise a budget")
-    assert any("bytes of 1,000" in line and "bytes of 2,000" in line and "device " in line for line in lines)
+    assert any(" of 1000 B" in line and " of 2.0 KiB" in line and "device " in line for line in lines)
 
 
 def test_auto_needs_budgets_a_path_and_a_batch() -> None:
     with pytest.raises(errors.FzeroValueError, match="memory_budget: what may stay"):
         lowered(fz.offload("auto"), device="h100")
-    with pytest.raises(errors.FzeroValueError, match="disk_budget=7 bytes, and no path"):
+    with pytest.raises(errors.FzeroValueError, match="disk_budget of 7 B, and no path"):
         lowered(fz.offload("auto"), device="h100", memory_budget=1, disk_budget=7)
     step = fz.offload(fz.train_step(models.gpt_loss, optim.sgd(0.1)), "auto")
     with pytest.raises(errors.FzeroValueError, match="batch: where the state rests is decided before"):

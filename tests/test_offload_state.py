@@ -452,7 +452,7 @@ def test_the_budget_counts_what_rests_on_the_device(tmp_path: Path) -> None:
     one, two = fz.make_mesh(data=1), fz.make_mesh(data=1, unified_memory=False)
     make(one, PLACES["disk state"](str(tmp_path)))
     make(two, PLACES["host state"](""))
-    with pytest.raises(BudgetError, match=f"{12 * 4 * LARGE + 8 - 4096:,} more than"):  # 8 bytes of count
+    with pytest.raises(BudgetError, match=rf"\({12 * 4 * LARGE + 8 - 4096:,} bytes\) more than"):  # 8 bytes of count
         make(one, PLACES["host state"](""))
 
 

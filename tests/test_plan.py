@@ -157,6 +157,17 @@ def test_transfers_of_a_channel_queue_and_hide_behind_compute():
     assert [(e.start, e.seconds) for e in found.events if e.queue == "gather:data"] == [(0.0, 3.0), (3.0, 4.0)]
 
 
+def test_gathers_and_reductions_of_one_axis_share_its_link():
+    """Each as if it had the link to itself, one after the other: two at once never have its bandwidth twice. Links of two axes work side by side."""
+    for axis, begins in (("data", 3.0), ("replica", 0.0)):
+        start, wait = gather("g", "s", "w", (100,))
+        reduce = Line("all_reduce_start", ("x",), (Value("r", (), torch.uint8, Placement("moving")),), attrs={"axes": (axis,), "op": "sum"})
+        lines = [start, reduce, wait, Line("wait", ("r",), (Value("y", (100,), F32),))]
+        found = timed(program_of(lines, [], ("w", "y"), [("s", (50,)), ("x", (100,))]), {"g": 3.0, "r": 2.0}, asynchronous=True)
+        assert [e.start for e in found.events if e.queue != COMPUTE] == [0.0, begins] and found.step_seconds == max(3.0, begins + 2.0)
+        assert found.busy_seconds == {"gather:data": 3.0, f"reduce:{axis}": 2.0}
+
+
 def test_without_asynchrony_a_transfer_takes_its_time_at_its_wait():
     found = timed(two_gathers(), {"g_1": 3.0, "g_2": 4.0, "work": 2.0}, asynchronous=False)
     assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (11.0, 4.0, 7.0)
@@ -191,7 +202,7 @@ def lowered(stage=3, num_micro=1, precision="fp32", policy="min_cut", ranks=2, l
 
 def test_lowered_has_a_plan_that_is_made_once():
     assert lowered().plan is lowered().plan
-    assert lowered().plan_on("h100").device is KNOWN["h100"]
+    assert lowered().plan_on("h100").device == KNOWN["h100"].shared_by(2)
     assert lowered().plan_on("h100").step_seconds < lowered().plan_on("a100").step_seconds
     with pytest.raises(errors.FzeroValueError) as caught:
         lowered().plan_on("h1000")
@@ -202,7 +213,7 @@ def test_a_mesh_of_devices_that_are_not_here():
     """Planned for the device that is named: no device of the kind, and no build of torch for it, is needed."""
     step = fz.shard_params(fz.train_step(models.gpt_loss, optim.adamw(1e-3)))
     found = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), device="h100")
-    assert (found.program.mesh.device_type, found.program.mesh.shared_memory, found.plan.device) == ("cuda", False, KNOWN["h100"])
+    assert (found.program.mesh.device_type, found.program.mesh.shared_memory, found.plan.device) == ("cuda", False, KNOWN["h100"].shared_by(2))
     here = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2))
     assert here.program.mesh.device_type == "cpu" and found.program.pool_bytes < here.program.pool_bytes
 

@@ -15,7 +15,7 @@ import fzero as fz
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
-from fzero.program.ir import COLLECTIVES, COPIES, Line, Program
+from fzero.program.ir import COLLECTIVES, COPIES, SETTLED, Line, Program
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 
@@ -306,6 +306,16 @@ def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
     places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
     fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
     rejects(moved_to(program, start, wait, places[fetch.args[0]].offset), f"is written over the buffers of {fetch.out[0].name}: it is under way")
+
+
+def test_what_the_host_writes_where_the_device_copies_from_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation casts parameters on the host into bytes of which a copy was waited for by the device alone: only a line that settles may."""
+    step = fz.compose(fz.offload("cpu", "params"), fz.mixed_precision("bf16"))(fz.eval_step(MODELS["gpt"].loss))
+    mesh = fz.AbstractMesh(data=1, unified_memory=False)
+    program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 6), (next(iter(models.batches(1))),)).program
+    check(program)
+    monkeypatch.setattr("fzero.schedule.check.SETTLED", SETTLED - {"cast"})
+    rejects(program, "may still read on the host")
 
 
 def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -170,6 +171,19 @@ def test_rounding_is_said_and_contradictions_are_errors():
     step = fz.mixed_precision(fz.train_step(loss_fn, optim.sgd(0.1)), "bf16", params="bf16")
     with pytest.raises(fz.errors.TransformError, match="two different mixed_precision"):
         fz.mixed_precision(step, "bf16", params="bf16", rounding="nearest")
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_no_draws_are_kept_for_the_whole_model(size):
+    """They are part of each block's update, wherever it runs: what is made once for all leaves is few numbers."""
+    for tier in ("", "cpu"):
+        step = fz.mixed_precision(fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-3))), "bf16", params="bf16")
+        step = fz.compose(fz.shard_params, *([fz.offload(tier, ("opt_state", "params"))] if tier else []))(step)
+        program = fz.lower(step, fz.AbstractMesh(data=size, unified_memory=not tier), init, torch.empty(8, device="meta")).program
+        made = [v for line, _ in program.walk() if line.op == "call" and line.fn.startswith("scalars") for v in line.out]
+        assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, made  # a key; the smallest leaf's draws are 32 bytes and more
+        draws = {name for name, f in program.functions.items() for n in f.graph.graph.nodes if n.target in (fz.random.DRAW, fz.random.DRAW_FROM)}
+        assert {"update", "update_v2"} <= draws
 
 
 def test_one_function_updates_all_layers_alike():

@@ -5,11 +5,18 @@ find, describe, structure, latest, check, verify  what is there, and whether it 
 export, import_   Hugging Face's layout of safetensors files
 """
 
+from typing import NoReturn
+
 from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.exporting import export
 from fzero.checkpoint.importing import import_
 from fzero.checkpoint.index import Index, check, describe, structure
 from fzero.checkpoint.reading import read, verify
 from fzero.checkpoint.saving import save
+from fzero.errors import no_attribute
 
 __all__ = ["Index", "check", "describe", "export", "find", "import_", "latest", "read", "save", "structure", "verify"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__)

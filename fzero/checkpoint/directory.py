@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from fzero.checkpoint.ranks import together, world
 from fzero.errors import CheckpointError, message
@@ -33,13 +34,21 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def as_path(path: Any) -> Path:
+    """A path as a `Path`; raises if it is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise CheckpointError(message("checkpoint", f"{path!r} is not a path", fix=GIVE)) from None
+
+
 def latest(path: str | os.PathLike[str]) -> Path:
     """The directory of the newest complete checkpoint under a root.
 
     Raises:
         CheckpointError: there is none, or `latest` names one that is not there.
     """
-    root = Path(path)
+    root = as_path(path)
     if not root.is_dir():
         raise CheckpointError(message("checkpoint", f"{root} is {'not a directory' if root.exists() else 'not there'}", fix=GIVE))
     complete = complete_steps(root)
@@ -101,13 +110,13 @@ def complete_steps(root: Path) -> dict[int, Path]:
     return found
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
-    """The step directory that `path` is, or the latest one under it."""
-    directory = Path(path)
+def locate(path: str | os.PathLike[str], name: str | None = None) -> Path:
+    """The step directory that `path` is, or the one of that name under it; without a name the latest."""
+    directory = as_path(path)
     named = _STEP.fullmatch(directory.name.removesuffix(SET_ASIDE)) is not None
     if (directory / INDEX).exists() or (named and directory.is_dir() and not (directory / LATEST).exists()):
         return directory
-    return latest(directory)
+    return latest(directory) if name is None else directory / name
 
 
 def _contents(root: Path) -> str:

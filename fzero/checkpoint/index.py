@@ -21,7 +21,9 @@ import torch
 from fzero.checkpoint import skeleton as skeletons
 from fzero.checkpoint.directory import GIVE, INDEX, locate
 from fzero.checkpoint.format import CHUNK, CODES
+from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.errors import CheckpointError, message
+from fzero.mesh import Mesh
 
 FORMAT = "fzero-checkpoint"
 VERSION = 1
@@ -68,6 +70,7 @@ class Index:
     meta: Mapping[str, Any]
     files: Mapping[str, File] = field(repr=False)
     parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+    sha256: str = field(default="", repr=False)  # of the index itself
 
     @property
     def nbytes(self) -> int:
@@ -79,17 +82,46 @@ def show(shape: Iterable[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def describe(path: str | os.PathLike[str]) -> Index:
+def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
     """What a checkpoint holds, from its index alone: no data is read.
 
     Args:
         path: one step's directory, or the root of several: then its latest.
+        mesh: whose ranks call this together, to read one checkpoint: the latest is what the first of them finds.
+
+    Communication: on a mesh of several processes two exchanges of a small object, else none.
 
     Raises:
         CheckpointError: no checkpoint there, or an index that is missing, damaged, of a newer version, or names files
-            outside its directory.
+            outside its directory; or ranks that see different checkpoints.
     """
-    directory = locate(path)
+    return agreed(ALONE if mesh is None or mesh.device_mesh is None else world(), path)
+
+
+def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
+    """`describe` by ranks that are to read the same checkpoint, or the index that each of them has of it."""
+    found: list[Index] = []
+
+    def look(name: str | None = None) -> tuple[str, str]:
+        found.append(path if isinstance(path, Index) else _read_index(locate(path, name)))
+        return f"{found[0].directory}, step {found[0].step}, index {found[0].sha256[:12]}", found[0].sha256
+
+    if ranks.size == 1:
+        look()
+        return found[0]
+    first: str | None = None
+    if not isinstance(path, Index):  # `latest` is written by a save that may run meanwhile: one rank reads it
+        what = f"cannot read {path}"
+        first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None)[0]
+    seen = together(ranks, "checkpoint", f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found", lambda: look(first))
+    if any(digest != seen[0][1] for _, digest in seen):
+        problems = [f"rank {rank}: {text}" for rank, (text, digest) in enumerate(seen) if rank == 0 or digest != seen[0][1]]
+        fix = "give every rank the same path, on a filesystem that all ranks share"
+        raise CheckpointError(message("checkpoint", "the ranks would read different checkpoints", problems, fix))
+    return found[0]
+
+
+def _read_index(directory: Path) -> Index:
     file = directory / INDEX
     try:
         content = json.loads(file.read_bytes())
@@ -117,14 +149,17 @@ def describe(path: str | os.PathLike[str]) -> Index:
     return index
 
 
-def structure(path: str | os.PathLike[str]) -> Any:
+def structure(path: str | os.PathLike[str] | Index) -> Any:
     """The saved tree with tensors on the meta device, of whole shapes, for leaves; a tied leaf is one tensor.
+
+    Args:
+        path: as for `describe`, or what it returned.
 
     Raises:
         CheckpointError: as for `describe`; or a NamedTuple or dataclass of the tree that this program has not imported,
             or whose fields are others now.
     """
-    index = describe(path)
+    index = path if isinstance(path, Index) else describe(path)
     metas = {name: torch.empty(index.leaves[name][0], dtype=index.leaves[name][1], device="meta") for name in index.parts}
     tree, problems = skeletons.decode(index.skeleton, lambda name: metas[index.aliases.get(name, name)])
     if problems:
@@ -231,7 +266,7 @@ def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
     if sorted(order) != sorted([*shapes, *aliases]):
         raise ValueError("the tree and the table of leaves name different leaves")
     leaves = {name: shapes[aliases.get(name, name)] for name in order}
-    return Index(directory, _count(content["step"]), leaves, aliases, content["skeleton"], dict(content["meta"]), files, parts)
+    return Index(directory, _count(content["step"]), leaves, aliases, content["skeleton"], dict(content["meta"]), files, parts, _text(content["sha256"]))
 
 
 def _part(p: Mapping[str, Any]) -> Part:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, describe, differences, mismatch
+from fzero.checkpoint.index import Index, agreed, describe, differences, mismatch
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.comm import disk
 from fzero.errors import CheckpointError, message
@@ -35,12 +35,12 @@ class _Piece(NamedTuple):
 
 
 def read(
-    path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False, into: Mapping[str, torch.Tensor] | None = None
+    path: str | os.PathLike[str] | Index, wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False, into: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved from.
 
     Args:
-        path: one step's directory, or the root of several: then its latest.
+        path: one step's directory, or the root of several: then its latest, as the first rank finds it; or what `describe` returned.
         wanted: by dotted name (`fz.tree.names`), how each leaf is to rest. Names in the checkpoint that are not wanted
             are not read: `check` compares whole states. Names with the same `Leaf` (path included) are one tied tensor.
         mesh: each tensor has the resting shape of its leaf on this rank, zero-padded, and is placed on it: on
@@ -48,15 +48,16 @@ def read(
         cast: convert stored dtypes to those wanted, where they differ.
         into: by path of the leaf, the tensors to fill and return in place of new ones; those of leaves on disk must be among them.
 
-    Communication: on a mesh of several processes, one exchange of a small object, so that all ranks raise if one does;
-        every rank calls it. Each rank reads the bytes of its own ranges, to the next MiB.
+    Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read one checkpoint, and
+        raise if one does; every rank calls it. Each rank reads the bytes of its own ranges, to the next MiB.
 
     Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype; with leaves on disk
         buffers of 96 MiB besides.
 
     Raises:
         CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are missing,
-            truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at once.
+            truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at once. Ranks that would read
+            different checkpoints, with the directory and the step of each, before anything is read.
 
     Example:
         >>> import tempfile, typing
@@ -123,10 +124,11 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
 
 
 def _read_as(
-    ranks: Ranks, path: str | os.PathLike[str], wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor] | None = None
+    ranks: Ranks, path: str | os.PathLike[str] | Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
-    together(ranks, "checkpoint.read", f"cannot read {path}", lambda: out.update(_read(describe(path), wanted, mesh, cast, into or {})))
+    index = agreed(ranks, path)
+    together(ranks, "checkpoint.read", f"cannot read {index.directory}", lambda: out.update(_read(index, wanted, mesh, cast, into or {})))
     return out
 
 

@@ -10,6 +10,7 @@ After each of these the ranks exchange success or failure, so none waits for one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 
+from fzero import tree
 from fzero.checkpoint import format, skeleton
-from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, complete_steps, step_name
+from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, as_path, complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
+from fzero.comm.replicas import differing, replicas_of
 from fzero.errors import CheckpointError, message
 from fzero.layout import extent_of, leaf_of
 from fzero.mesh import Mesh
@@ -43,13 +46,14 @@ class Plan:
     skeleton: Any
     parts: Mapping[str, tuple[tuple[int, int, int], ...]]
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    axes: Mapping[str, int] = field(default_factory=dict)  # of the mesh that leaves are sharded over
 
     def digest(self) -> str:
         facts = (self.step, self.size, list(self.leaves.items()), list(self.aliases.items()), self.skeleton, list(self.parts.items()))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, meta: Mapping[str, Any] | None = None) -> Path:
+def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, check_replicas: bool = True) -> Path:
     """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
 
     Every rank calls it. It returns when the checkpoint is complete and on stable storage; until then the previous one
@@ -62,8 +66,10 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
         keep: delete, after success, all but this many checkpoints, counting this one and those of earlier steps.
             Checkpoints of later steps are never touched.
         meta: anything JSON can hold, e.g. the run's configuration; rank 0's is stored.
+        check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a checkpoint that one of them
+            wrote. It reads those leaves once, where they are, except for leaves on disk, which are not compared.
 
-    Communication: three exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
+    Communication: four exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
         and of a whole leaf, spread over the ranks by size.
 
     Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk.
@@ -71,7 +77,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
     Raises:
         CheckpointError: on every rank, if anything failed on any; names each failing rank. The previous checkpoint is
             then still valid and the latest, and nothing is left of the new one (or, if only the deletion of older ones
-            failed, the new one is valid and the latest, and the error says so).
+            failed, the new one is valid and the latest, and the error says so). Replicas that differ, by leaf and rank.
 
     Example:
         >>> import tempfile, typing
@@ -80,12 +86,22 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
-    return save_as(world(), path, state, keep=keep, meta=meta)
+    mesh = next((tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None)
+    with contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save"):
+        return save_as(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas)
 
 
-def save_as(ranks: Ranks, path: str | os.PathLike[str], state: Any, *, keep: int | None = None, meta: Mapping[str, Any] | None = None) -> Path:
+def save_as(
+    ranks: Ranks,
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    check_replicas: bool = True,
+) -> Path:
     """`save` as one of the given ranks."""
-    root = Path(path)
+    root = as_path(path)
     plan: Plan | None = None
     temporary: Path | None = None
 
@@ -99,7 +115,7 @@ def save_as(ranks: Ranks, path: str | os.PathLike[str], state: Any, *, keep: int
         return plan.digest()
 
     def undo() -> None:
-        if ranks.rank == 0 and temporary is not None:
+        if ranks.rank == 0 and temporary is not None and root.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
             (root / (TEMPORARY + LATEST)).unlink(missing_ok=True)
 
@@ -110,6 +126,10 @@ def save_as(ranks: Ranks, path: str | os.PathLike[str], state: Any, *, keep: int
         undo()
         problems = [f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd]
         raise CheckpointError(message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank"))
+    if check_replicas and ranks.size > 1 and (problems := differing(replicas_of(plan.tensors), plan.axes, ranks.size, ranks.exchange)):
+        undo()
+        fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
+        raise CheckpointError(message("checkpoint.save", f"{what}: the ranks hold different values of the same leaves", problems, fix))
     job, target = plan, temporary
     together(ranks, "checkpoint.save", what, lambda: write_rank_file(target, job, ranks.rank), undo)
     done = together(ranks, "checkpoint.save", what, lambda: str(commit(root, target, job, keep=keep, meta=meta)) if ranks.rank == 0 else "", undo)
@@ -167,7 +187,8 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
         writer = min(ranks, key=lambda r: loads[r])
         loads[writer] += nbytes
         parts[name].append((writer, start, stop))
-    return Plan(step, size, leaves, aliases, tree, {name: tuple(sorted(p, key=lambda x: x[1])) for name, p in parts.items()}, tensors)
+    axes = next((tag[1].axes for x in tensors.values() if (tag := leaf_of(x)) is not None), {})
+    return Plan(step, size, leaves, aliases, tree, {name: tuple(sorted(p, key=lambda x: x[1])) for name, p in parts.items()}, tensors, axes)
 
 
 def file_name(rank: int, size: int) -> str:
@@ -176,6 +197,8 @@ def file_name(rank: int, size: int) -> str:
 
 def prepare(root: Path, temporary: Path) -> None:
     """Makes the temporary directory, after finishing or removing what saves that were killed left."""
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix="give the directory in which checkpoints are to be made"))
     if not root.is_dir():
         root.mkdir(parents=True)
         format.sync(root.parent)

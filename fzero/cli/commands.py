@@ -26,7 +26,7 @@ from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.program.show import show
 from fzero.runtime.calibrate import calibrate
 from fzero.runtime.measure import SCRATCH
-from fzero.schedule.calibration import calibration_path
+from fzero.schedule.calibration import calibration_path, elsewhere
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits
 from fzero.step import Step
@@ -51,7 +51,7 @@ class _OfTarget:
     mesh: Annotated[tuple[str, ...], _MESH]
     """axes and their sizes, outermost first: data=8, or replica=2 data=4"""
     device: Annotated[str | None, _DEVICE] = None
-    """whose rates predict: h100, h200, a100, cpu, or a calibration file"""
+    """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind: a100,memory_bytes=40GB,disk_read=3GB"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
     host_budget: Annotated[str | None, _BUDGET] = None
@@ -74,6 +74,8 @@ class _OfTarget:
             mesh, budget = AbstractMesh(**axes), self.budget_bytes
             host, disk = _bytes(self.host_budget), _bytes(self.disk_budget)
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
+        if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
+            print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         step, params, batch = load(self.target)
         with users_code(self.target):
             return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
@@ -102,11 +104,13 @@ class Plan(_OfTarget):
             plan.save_trace(self.trace)
         if self.picture is not None:
             plan.save_picture(self.picture, self.budget_bytes)
+        known = self.device is not None or plan.device.machine  # else it is any device of the kind
+        memory = plan.device.memory_bytes if known and self.budget_bytes is None else None
         if self.json:
-            print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan), indent=1))
+            print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
         else:
-            report.print_plan(lowered, plan)
-        return 0 if self.budget_bytes is None or fits(plan, self.budget_bytes) else 1
+            report.print_plan(lowered, plan, memory)
+        return 0 if memory is None or fits(plan, memory) else 1
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,27 @@ from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.schedule.devices import Device
 from fzero.schedule.plan import Plan
-from fzero.schedule.render import Table, as_bytes, as_seconds, draw, plain, tables
+from fzero.schedule.render import Table, as_seconds, draw, plain, tables
 from fzero.testing import Report
+from fzero.units import rate, size
 
 
-def print_plan(lowered: Lowered, plan: Plan) -> None:
-    """The plan, and under a budget what it leaves."""
+def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
+    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is known."""
     needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
     limits = lowered.budget.limits if lowered.budget else (None, None, None)
     fits = [
-        f"fits {as_bytes(limit)}{where}: {as_bytes(need)} at the peak, {as_bytes(limit - need)} to spare"
+        f"fits {size(limit)}{where}: {size(need)} at the peak, {size(limit - need)} to spare"
         for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
         if limit is not None
     ]
+    if memory is not None:
+        left, has = memory - plan.peak_bytes, f"the {size(memory)} of {plan.device.name}"
+        if left >= 0:
+            fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
+        else:
+            more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
+            fits.append(f"does not fit {has}: {more}. Fix: --budget {memory} looks for what does, and says what would help")
     return _print(tables(plan), "\n".join(fits))
 
 
@@ -42,13 +50,13 @@ def print_program(text: str) -> None:
 
 def print_device(device: Device) -> None:
     """The rates of a device."""
-    rows = [(f"products in {dtype}", f"{rate / 1e9:.4g} GFLOP/s", "") for dtype, rate in device.flops.items()]
+    rows = [(f"products in {dtype}", f"{flops / 1e9:.4g} GFLOP/s", "") for dtype, flops in device.flops.items()]
     memories = {"memory": device.memory_bandwidth, "host memory": device.host_memory_bandwidth, "disk, mixed": device.disk_mixed}
-    rows += [(name, f"{rate / 1e9:.4g} GB/s", "read and written together") for name, rate in memories.items() if rate]
+    rows += [(name, rate(attained), "read and written together") for name, attained in memories.items() if attained]
     rows.append(("a call", as_seconds(device.call_seconds), ""))
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
-    rows += [(name, f"{link.bandwidth / 1e9:.4g} GB/s", f"after {as_seconds(link.latency)}") for name, link in links.items()]
+    rows += [(name, rate(link.bandwidth), f"after {as_seconds(link.latency)}") for name, link in links.items()]
     machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
     _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
 
@@ -58,11 +66,11 @@ def print_report(found: Report) -> None:
     _print(found.tables(), "\n".join(found.remarks()))
 
 
-def plan_data(lowered: Lowered, plan: Plan) -> dict[str, Any]:
-    """Under a budget what was chosen for it."""
+def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[str, Any]:
+    """Under a budget what was chosen for it; whether it fits into the device's memory."""
     budget = lowered.budget
     if budget is None or budget.limits == (None, None, None):
-        return {}
+        return {} if memory is None else {"device_memory": {"bytes": memory, "fits": plan.peak_bytes <= memory}}
     fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
     limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
     return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}

@@ -25,6 +25,7 @@ import torch
 from fzero.errors import TierError, message
 from fzero.layout import apart
 from fzero.mesh import Mesh
+from fzero.units import size
 
 Tensors = Sequence[torch.Tensor]
 
@@ -98,7 +99,7 @@ def _unlock(address: int, mapped: mmap.mmap) -> None:
 
 def _refused(nbytes: int, what: str, reason: str) -> TierError:
     fix = "offload less of the state, or to disk; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
-    return TierError(message("offload", f"{nbytes / 2**30:.2f} GiB of host memory {what}", [reason], fix))
+    return TierError(message("offload", f"{size(nbytes)} of host memory {what}", [reason], fix))
 
 
 def _numa_node(device: torch.device) -> int:
@@ -152,8 +153,8 @@ class Copies(Protocol):
 
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
 
-    def settle(self) -> None:
-        """Returns once the host may write what copies to the device read that were waited for: on CUDA their wait holds up the device alone."""
+    def settle(self, written: Tensors) -> None:
+        """Returns once the host may write these: on CUDA the wait for a copy to the device holds up the device alone, and the copy may still read them."""
 
     def reached(self) -> Callable[[], object] | None:
         """What returns once the device has done all that it was told before this call; None where it has."""
@@ -178,7 +179,7 @@ class Unified:
 
     to_device_start = to_host_start
 
-    def settle(self) -> None:
+    def settle(self, written: Tensors) -> None:
         pass
 
     def reached(self) -> None:
@@ -214,7 +215,7 @@ class Apart:
 
     to_device_start = to_host_start
 
-    def settle(self) -> None:
+    def settle(self, written: Tensors) -> None:
         pass
 
     def reached(self) -> None:
@@ -268,7 +269,7 @@ class Streams:
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._reading: list[torch.cuda.Event] = []  # of copies to the device that were waited for and may not be done
+        self._reading: list[tuple[torch.cuda.Event, Tensors]] = []  # of copies to the device that were waited for and may not be done: what they read
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, begin, done = self._start(self._to_host, sources, into)
@@ -279,14 +280,14 @@ class Streams:
 
         def wait() -> None:
             torch.cuda.current_stream(self._device).wait_event(done)
-            self._reading = [e for e in (*self._reading, done) if not e.query()]
+            self._reading = [(e, read) for e, read in (*self._reading, (done, sources)) if not e.query()]
 
         return Copy(filled, sources, wait, (begin, done))
 
-    def settle(self) -> None:
-        for done in self._reading:
-            done.synchronize()
-        self._reading.clear()
+    def settle(self, written: Tensors) -> None:
+        for done, read in self._reading:
+            if meet(read, written):
+                done.synchronize()
 
     def reached(self) -> Callable[[], object]:
         done = torch.cuda.Event(blocking=True)
@@ -304,6 +305,17 @@ class Streams:
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
         done.record(stream)
         return into, begin, done
+
+
+def meet(some: Tensors, others: Tensors) -> bool:
+    """Whether tensors have bytes of memory in common, by the ranges they span."""
+    spans = [[(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors if x.numel()] for tensors in (some, others)]
+    return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
 def _moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,7 +8,7 @@ buffers hold and fails at its end, on every rank, with the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Tiers:
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
         if guess and not self.guessing:
             return _NOTHING
-        self._copies.settle()
+        self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into))
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
@@ -103,12 +103,12 @@ class Tiers:
         """What returns once a disk may read and write these: those on a GPU when it has come to where the program is."""
         return self._copies.reached() if tensors[0].device.type == "cuda" else None
 
-    def on_host(self, function: Callable[..., object]) -> Callable[..., object]:
-        """A function that the host runs: nothing that it may write is still on its way to the device."""
+    def settled(self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]) -> Callable[..., Any]:
+        """A function that the host may run: what it writes, as `written(*args, into)` says, is not on its way to the device any more."""
 
-        def call(*args: object, **kwargs: object) -> object:
-            self._copies.settle()
-            return function(*args, **kwargs)
+        def call(*args: Any, into: Sequence[Any] = (), **kwargs: Any) -> Any:
+            self._copies.settle([x for x in written(*args, into) if x is not None])
+            return function(*args, **kwargs, **({"into": into} if into else {}))
 
         return call
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_aggregate
 
 from fzero import compat
 from fzero.program.norms import NORMS
@@ -50,7 +51,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_host(graph: Recorded) -> Recorded:
-    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there."""
+    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there, and no value of it is said to be elsewhere."""
     here = torch.device("cpu")
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     returned = copy.graph_copy(graph.graph, env)
@@ -58,7 +59,14 @@ def on_host(graph: Recorded) -> Recorded:
     for node in copy.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": here}
+        if "val" in node.meta:
+            node.meta["val"] = map_aggregate(node.meta["val"], _nowhere)
     return Recorded(copy, {name: value.to(here) for name, value in graph.constants.items()})
+
+
+def _nowhere(value: Any) -> Any:
+    """What a value looks like, on no device."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:

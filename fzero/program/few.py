@@ -27,12 +27,15 @@ def is_leaf_value(node: fx.Node) -> bool:
 
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
-    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made once, of all leaves."""
+    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made once, of all leaves. What is more
+    numbers than it is made of, such as a draw of a key, is as much as a leaf: that is made where it is read."""
     for node in graph.nodes:
         args = node.all_input_nodes
         if node in known:
             node.meta["few"] = True
         if node.op != "call_function" or node.target in MARKERS or "shard" in node.meta or not args or _numel(node) == 1:
+            continue
+        if _numel(node) > sum(map(_numel, args)):
             continue
         scalars = all(_numel(a) == 1 and a.op != "get_attr" for a in args)
         if all(a.op == "get_attr" or not is_leaf_value(a) or reduces(a) for a in args) and (

@@ -149,6 +149,9 @@ def from_to(line: Line) -> tuple[str, str]:
 
 
 TRANSFERS = COLLECTIVES | COPIES
+SETTLED = {"call", "cast", "accumulate", "add", "assign", "disk_read_start", "to_host_start", "buffer"}
+"""What may be on the host where a copy to the device still reads, though it was waited for: on CUDA the device alone waits, so these do before they write;
+`to_host_start` the device carries out after that copy, and `buffer` writes nothing."""
 
 
 @dataclass(frozen=True, eq=False)

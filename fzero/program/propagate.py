@@ -300,7 +300,10 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     if kind == "norm":
         order = float(node.args[1]) if len(node.args) > 1 else 2.0  # type: ignore[arg-type]
         x = _emit(graph, aten.abs.default, (x,), x.meta["val"])
-        if math.isinf(order):
+        if order == 0:
+            nonzero = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
+            x, kind = _emit(graph, aten._to_copy.default, (nonzero,), x.meta["val"], {"dtype": x.meta["val"].dtype}), "sum"
+        elif math.isinf(order):
             kind = "max" if order > 0 else "min"
         else:
             x = _emit(graph, aten.pow.Tensor_Scalar, (x, order), x.meta["val"])

@@ -12,8 +12,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fzero.errors import FzeroTypeError, message
 from fzero.program.guess import compared, is_guess, is_skipped
 from fzero.program.ir import TRANSFERS, Line, Program, copied, from_to, repeats, transfer_bytes
+from fzero.units import size
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
@@ -55,6 +57,9 @@ def source(program: Program) -> str:
 
 def show(program: Program, *, fold: bool = True) -> str:
     """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every line that runs."""
+    if not isinstance(program, Program):
+        fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
+        raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))
     header = [f"# {line}".rstrip() for line in _header(program)]
     body = _flat(program.lines, program, 1)
     return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), *_wrapped(_returns(program), "")]) + "\n"
@@ -101,10 +106,10 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
             return Printed(depth, f"{name}({args}{into if args else into[2:]})", out, types, ", ".join(notes))
         case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
             how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
-            sent = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
+            sent = size(transfer_bytes(line, program.values_by_name, program.mesh))
             return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how}{into})", out, (), f">>> sends {sent} over {axis}")
         case "to_host_start" | "to_device_start" | "disk_read_start" | "disk_write_start":
-            moved = _bytes(transfer_bytes(line, program.values_by_name, program.mesh))
+            moved = size(transfer_bytes(line, program.values_by_name, program.mesh))
             over = f", into=[{', '.join(line.writes)}]" if line.writes else into
             over += ", guess=True" if is_guess(line) and line.op.startswith("disk") else ""
             where = {("disk", "host"): "from disk", ("disk", "device"): "from disk to device", ("device", "disk"): "from device to disk"}.get(from_to(line))
@@ -227,14 +232,6 @@ def _wrapped(code: str, note: str) -> list[str]:
 _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 
-def _bytes(num: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num < 1024:
-            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
-        num /= 1024
-    return f"{num:.1f} GiB"
-
-
 def _header(program: Program) -> list[str]:
     values = program.values_by_name
     cost: dict[str, list[int]] = {}
@@ -248,21 +245,21 @@ def _header(program: Program) -> list[str]:
         roles = rest.setdefault(leaf.layout.tier, {})
         roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
     total = sum(n for roles in rest.values() for n in roles.values())
-    here, *away = [(tier, ", ".join(f"{role} {_bytes(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
+    here, *away = [(tier, ", ".join(f"{role} {size(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
     out = [f"{program.name} on mesh {program.mesh}"]
-    out.append(f"at rest on each rank: {_bytes(total)} ({here[1]}{', and' if away else ')'}")
+    out.append(f"at rest on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
     out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
     named = [t.in_program() for t in program.transforms]
     for text in named:
         name = text.split("(")[0]
         num, sent = cost.pop(name, [0, 0])
-        out.append(f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {_bytes(sent)} in {num} transfers a step" if num else f"  {text}")
+        out.append(f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {size(sent)} in {num} transfers a step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
-        out.append(f"  {name:<60} sends {_bytes(sent)} in {num} transfers a step")
+        out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
     if program.pool_bytes:
-        out.append(f"pool, in which transfers have their buffers: {_bytes(program.pool_bytes)}")
+        out.append(f"pool, in which transfers have their buffers: {size(program.pool_bytes)}")
     if program.host_pool_bytes:
-        out.append(f"pool in the host's memory: {_bytes(program.host_pool_bytes)}")
+        out.append(f"pool in the host's memory: {size(program.host_pool_bytes)}")
     return out
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fzero.comm.replicas import Held, differing
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
 from fzero.mesh import Mesh, absent
 from fzero.program.ir import Program
@@ -79,13 +80,36 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
     except Exception as caught:
         error = caught
     mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
-    texts = {rank: note["failed"] for rank, note in _Talk(mesh).everyone({"failed": mine}).items()}
+    texts = {rank: note["failed"] for rank, note in _Talk(mesh, owner).everyone({"failed": mine}).items()}
     if not any(texts.values()):
         return result  # type: ignore[return-value]
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, text in texts.items() if text]
     raise FzeroValueError(message(owner, "not every rank could do its part", problems, "look at the first rank that failed")) from error
+
+
+def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
+    """Raises on every rank if two of them hold other values of what all of them hold, or all that share a place along the axes it is sharded over.
+
+    `held` says what that is; it is called once, on a mesh of one device too, and what it raises the other ranks hear of.
+
+    Communication: about a hundred bytes through the store; if anything differs 30 bytes more a name. Memory and time: see `comm.replicas.differing`.
+
+    Raises:
+        DivergenceError: naming what differs, and on which ranks.
+    """
+    if mesh.size == 1:
+        held()
+        return
+    talk = _Talk(mesh, owner)
+
+    def exchange(note: Any) -> list[Any]:
+        notes = talk.everyone({owner: note})
+        return [notes[rank][owner] for rank in range(mesh.size)]
+
+    if problems := differing(talk.reporting(held), mesh.axes, mesh.size, exchange):
+        raise DivergenceError(message(owner, "the ranks hold different values of what must be the same on all of them", problems, fix))
 
 
 def describe(program: Program) -> str:
@@ -120,8 +144,8 @@ def transferring(mesh: Mesh) -> Iterator[None]:
 class _Talk:
     """One exchange after another between the ranks of a mesh."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh, self._store = mesh, mesh.store
+    def __init__(self, mesh: Mesh, owner: str = "compile"):
+        self._mesh, self._store, self._owner = mesh, mesh.store, owner
         self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:
@@ -162,8 +186,12 @@ class _Talk:
             fix = "look at the first rank that failed"
             if missing:
                 fix = "call the step alike on every rank: one with a batch of another shape than before builds a program of its own, the others run the old one"
+                fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
-            raise DivergenceError(message("compile", "not every rank is ready to run", [*failed, *came], fix))
+            raise DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
+        if others := [f"rank {rank}: {', '.join(other)}" for rank, other in notes.items() if other.keys() != note.keys()]:
+            here = f"rank {self._mesh.rank}: {', '.join(note)}"
+            raise DivergenceError(message(self._owner, "the ranks have come to different places", [here, *others], "run the same code on every rank"))
         self._turn += 1
         return notes
 

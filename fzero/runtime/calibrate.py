@@ -98,6 +98,7 @@ def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Devic
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() // num_ranks,
         devices_per_host=torch.cuda.device_count() if cuda else max(1, cores() // torch.get_num_threads()),
         source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
+        host=None,
         machine=machine(device_type),
     )
 

@@ -5,9 +5,10 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,23 @@ from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan
 from fzero.step import EvalStep
 from fzero.transforms.offload import Offload
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(owner: str) -> Callable[[Method], Method]:
+    """A method that has the mesh to itself while it runs (`Mesh.alone`)."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.mesh.alone(owner):
+                return method(self, *args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return wrap
+
 
 MOST_PROGRAMS = 16
 """Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""

@@ -12,8 +12,8 @@ from fzero.leaves import abstract_params, params_inputs
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
-from fzero.runtime.compiled import Compiled
-from fzero.runtime.states import Last, differences, placed_inputs
+from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.states import Last, check_values, differences, placed_inputs, unplaced
 from fzero.step import EvalStep, check_params
 
 
@@ -24,12 +24,17 @@ class CompiledEval(Compiled):
         super().__init__(step, mesh, backend, limits)
         self._last = Last()
 
+    @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The outputs of `fn(params, *batch)`.
 
         Args:
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
             *batch: this rank's part of every argument.
+
+        Raises:
+            FzeroValueError: parameters laid out for another evaluation.
+            BusyError: another thread is using the mesh.
         """
         if not self._last.holds(params):
             self._last.keep(self._expect(params), params)
@@ -43,13 +48,14 @@ class CompiledEval(Compiled):
 
     def _expect(self, params: Any) -> Inputs:
         check_params(params)
+        check_values("eval_step", params=params)
         found = placed_inputs(params, self.mesh)
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
-        wrong = differences(found, expected)
+        bare = unplaced(params)
+        wrong = differences(found, expected, bare)
         if wrong:
-            raise FzeroValueError(
-                message(
-                    "eval_step", "the parameters rest otherwise than this evaluation expects", wrong, "apply to eval_step the transforms of the training step"
-                )
-            )
+            fix = "apply to eval_step the transforms of the training step"
+            if any(text.split(": ")[0] in bare for text in wrong):
+                fix = "give the trees of the state as they are: what is computed from their leaves, such as an average, compute in the evaluation's function"
+            raise FzeroValueError(message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix))
         return self._known(found)

@@ -35,7 +35,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     memory = arenas["device"]
     part_of = functools.cache(functools.partial(_range, mesh))
     namespace: dict[str, Any] = {
-        **{name: tiers.on_host(f) if program.functions[name].on == "host" else f for name, f in functions.items()},
+        **{name: _on_host(f, program.functions[name], tiers) if program.functions[name].on == "host" else f for name, f in functions.items()},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "all_gather_start": carrier.all_gather_start,
         "reduce_scatter_start": carrier.reduce_scatter_start,
@@ -45,7 +45,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "disk_read_start": tiers.disk_read_start,
         "disk_write_start": tiers.disk_write_start,
         "wait": functools.partial(_wait, carrier),
-        "cast": _cast,
+        "cast": tiers.settled(_cast, lambda *args: args[-1]),
         "buffer": lambda into: into,
         "zeros": functools.partial(_zeros, mesh.device),
         "guess": tiers.guess,
@@ -55,9 +55,9 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
         "part_index": functools.partial(_part_index, mesh, batch_axes),
         "num_valid": functools.partial(_num_valid, mesh.device, part_of),
         "draw_start": functools.partial(_draw_start, mesh.device, part_of),
-        "accumulate": functools.partial(_accumulate, tiers.on_host(_added)),
-        "add": _add,
-        "assign": _assign,
+        "accumulate": tiers.settled(_accumulate, lambda *args: args[-1]),
+        "add": tiers.settled(_add, lambda *args: args[0]),
+        "assign": tiers.settled(_assign, lambda *args: args[0]),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
     limits = limits_of(program, mesh) if "train" in namespace else None
@@ -79,6 +79,11 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
+
+
+def _on_host(run: Callable[..., Any], function: Function, tiers: Tiers) -> Callable[..., Any]:
+    """A function that the host runs, when nothing that it writes is on its way to the device."""
+    return tiers.settled(run, lambda *args: (*(args[i] for i in function.writes), *args[-1]))
 
 
 def as_called(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,13 +186,9 @@ _JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """How the values of two micro-batches become one, in the place of the first."""
 
 
-def _accumulate(on_host: Callable[..., Any], total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+def _accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
     """The running sum over micro-batches, or the largest so far, in its place in the pool."""
-    return (_added if into[0].is_cuda else on_host)(total, part, into[0], op)
-
-
-def _added(total: torch.Tensor | None, part: torch.Tensor, into: torch.Tensor, op: str) -> torch.Tensor:
-    return into.copy_(part) if total is None else _JOINS[op](total, part)
+    return into[0].copy_(part) if total is None else _JOINS[op](total, part)
 
 
 def _add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum") -> Sequence[torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
+from fzero.errors import FzeroError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
@@ -103,13 +104,27 @@ class _Loader:
 def _compile_apart(
     functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
 ) -> dict[str, Callable[..., Any]]:
-    """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold."""
+    """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold.
+
+    If that fails, because this torch has another Inductor inside than is known here, all are left to Inductor's public way, which is slower.
+    """
     jobs = [_job(keys[name], name, function, graph) for name, (function, graph) in functions.items()]
-    skipped = worker.compile_jobs(jobs, cache, cores, done)
+    words: list[str] = []
+    try:
+        skipped = worker.compile_jobs(jobs, cache, cores, done)
+    except worker.Failed as failed:
+        words = str(failed).strip().splitlines()[-20:]
+        skipped = dict.fromkeys(functions, f"what torch {torch.__version__} cannot put in a cache: {words[-1]}")
+        logger.warning("fzero.compile: every start compiles all functions anew, for this torch does not compile as expected: %s", words[-1])
     made = {}
     for name, why in skipped.items():
         logger.info("%s is compiled at every start, for its code holds %s", name, why)
-        made[name] = as_called(functions[name][0], _artifact(*functions[name], device))
+        try:
+            made[name] = as_called(functions[name][0], _artifact(*functions[name], device))
+        except Exception as error:
+            said = [*words, *str(error).strip().splitlines()[-20:]]
+            fix = "look at the compiler's words above; backend='eager' needs no compiler"
+            raise FzeroError(message("compile", "functions cannot be compiled", said, fix)) from error
         done(name)
     return made
 

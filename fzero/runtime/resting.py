@@ -23,6 +23,7 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree
 from fzero.step import Step
 from fzero.transforms.offload import paths_of
+from fzero.units import exact_size, size
 
 logger = logging.getLogger("fzero")
 
@@ -62,7 +63,7 @@ def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs
     for (names, where), limit in zip(tiers, limits, strict=True):
         rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
         if limit is not None and rests > limit:
-            problems.append(f"the state takes {rests:,} bytes{where} on each rank, {rests - limit:,} more than {limit:,}")
+            problems.append(f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than {size(limit)}")
     if problems:
         fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
         raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, home_of, leaf_of, place, ties
+from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, ties
 from fzero.leaves import abstract_params, compute_leaves, extra_leaves, opt_state_inputs, params_inputs, precision_of
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
@@ -32,6 +32,18 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params", mutable: Callab
         leaf = at[0] if at else Leaf(path, role, tuple(x.shape), Layout(x.dtype))
         leaves.append(replace(leaf, path=path, role="mutable" if changed else role))
     return Inputs(structure, tuple(leaves), tuple(ties(flat)))
+
+
+def without_values(values: Any, role: str) -> list[str]:
+    """The leaves of a tree that are on the meta device, other than those that rest on disk."""
+    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    return [f"{p}: {tree.describe(x)} on the meta device" for p, x in flat if isinstance(x, torch.Tensor) and x.is_meta and extent_of(x) is None]
+
+
+def check_values(owner: str, **parts: Any) -> None:
+    """Raises naming every leaf that has no values. `parts`: trees, by role."""
+    if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
+        raise FzeroValueError(message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
 
 
 KEPT: dict[str, tuple[str, Any]] = {
@@ -105,21 +117,30 @@ def assembled(
 def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
     """Raises with every leaf of a state that rests otherwise than a step expects. `found`, `opt`: the leaf tables of its parameters and optimizer state."""
     expected = params_inputs(step, mesh, abstract_params(found))
-    wrong = differences(found, expected) or differences(opt, opt_state_inputs(step, mesh, expected)) or _differing_extras(step, mesh, state, expected)
+    bare = {**unplaced(state.params), **unplaced(state.opt_state, "opt_state")}
+    wrong = differences(found, expected, bare) or differences(opt, opt_state_inputs(step, mesh, expected), bare)
+    wrong = wrong or _differing_extras(step, mesh, state, expected)
     if wrong:
         away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
         fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
         raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
 
 
-def differences(found: Inputs, expected: Inputs) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them."""
+def unplaced(values: Any, role: str = "params") -> dict[str, str]:
+    """By path what is said of tensors that no step made: they are what they look like, and belong to no larger leaf that is known."""
+    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    return {p: f"{tree.describe(x)} without a layout, which is then taken to be whole," for p, x in flat if leaf_of(x) is None}
+
+
+def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
+    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
         return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
     pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
-    return [f"{a.path}: {_rests(a, b)} in the state, {_rests(b, a)} in this step" for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
+    wrong = [(a, b) for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
+    return [f"{a.path}: {bare.get(a.path, _rests(a, b))} in the state, {_rests(b, a)} in this step" for a, b in wrong]
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:

@@ -12,19 +12,21 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.auto import check_auto
+from fzero.comm.replicas import Held, replicas_of
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
 from fzero.lower import Lowered, resolve
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.guess import guessed_leaves
+from fzero.program.segment import signature
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
-from fzero.runtime.compiled import Compiled
+from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.safer import Safer
-from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, kept, placed_inputs, state_leaves
+from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_values, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.schedule.timeline import Event
-from fzero.step import INIT_STREAM, State, Step, check_params, check_state
+from fzero.step import INIT_STREAM, State, Step, check_params, check_state, lasting
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
@@ -43,6 +45,7 @@ class CompiledStep(Compiled):
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
 
+    @alone("init")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
 
@@ -50,7 +53,8 @@ class CompiledStep(Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: none: every rank computes its own shards. With leaves off the device a few bytes through the store.
+        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, about a second for 6 GB);
+            every rank computes its own shards.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
             made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
             through two buffers of 16 MiB, before the next leaf is made.
@@ -59,13 +63,25 @@ class CompiledStep(Compiled):
             FzeroTypeError: leaves that are not tensors.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
             TraceError: an init function that draws from torch's global generator instead of its key.
+            DivergenceError: ranks that give different parameters, keys or init functions.
         """
-        key = (fzrandom.key(0) if key is None else key).to(self.mesh.device)
+        key = fzrandom.key(0) if key is None else key
+        fzrandom.check_key("init", key)
+        key = key.to(self.mesh.device)
         graph = None
-        if callable(params):
-            params, graph = recorded(params, self.mesh.device_type)
-        else:
+
+        def given() -> Held:
+            nonlocal params, graph
+            if callable(params):
+                params, graph = recorded(params, self.mesh.device_type)
+                return {"key": (key, ()), "the init function": ("\n".join(map(str, signature(graph))), ())}
             check_params(params)
+            check_values("init", params=params)
+            return {"key": (key, ()), **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)}}
+
+        agree.same(
+            self.mesh, "init", given, "give all ranks the same: seed torch before parameters are drawn, or give a function of the key, which draws alike"
+        )
         self._resolve(params)
         inputs = self._known(params_inputs(self.step, self.mesh, params))
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
@@ -103,6 +119,7 @@ class CompiledStep(Compiled):
         self._guesses = (None, None, False)
         return resting.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
 
+    @alone("restore")
     def restore(self, path: str | Path, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
 
@@ -111,26 +128,27 @@ class CompiledStep(Compiled):
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
                 called with, else what the checkpoint says.
 
-        Communication: none: every rank reads the ranges it needs; a few bytes to agree that all could.
+        Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all ranks could read it; every rank
+            reads the ranges it needs.
         Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
-            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference.
+            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference; ranks that see different
+                checkpoints, with the directory and the step of each.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
 
-        saved = checkpoint.structure(path)
+        index = checkpoint.describe(path, self.mesh)
         if params is None and self._last.inputs is not None:
             inputs = self._last.inputs
         else:
-            whole = saved.params if params is None else abstract(params) if callable(params) else params
+            whole = checkpoint.structure(index).params if params is None else abstract(params) if callable(params) else params
             self._resolve(whole)
             inputs = self._known(params_inputs(self.step, self.mesh, whole))
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         extras = extra_leaves(self.step, inputs)
         names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
-        index = checkpoint.describe(path)
         for role in KEPT:
             held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
             if not held:  # of a step without it: it begins anew
@@ -139,11 +157,11 @@ class CompiledStep(Compiled):
                 index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
-            found = checkpoint.read(path, counted, self.mesh)
+            found = checkpoint.read(index, counted, self.mesh)
             counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self.step = self._safer.resolved(self.step, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
-        read = checkpoint.read(path, names, self.mesh, into=places)
+        read = checkpoint.read(index, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
@@ -152,13 +170,22 @@ class CompiledStep(Compiled):
         self._last.keep(inputs, state.params, state.opt_state)
         return state
 
+    @alone("gather")
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
 
-        Communication: one all_gather a sharded leaf. Memory: the whole state in host memory: for small models and tests.
+        Communication: one all_gather a sharded leaf, and a few bytes through the store. Memory: the whole state in host memory: for small models and tests.
+
+        Raises:
+            FzeroTypeError: what is no state.
+            DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
+        check_state(state, "gather what train.init, train.restore or a step returned", "gather")
+        if any(leaf_of(x) is not None and leaf_of(x)[0].layout.axes for x in tree.leaves(state)):  # type: ignore[index]
+            agree.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
         return gather.whole(state, self.mesh)
 
+    @alone("step")
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """One step. `state` is donated: its tensors are written in place and are those of the returned state.
 
@@ -173,7 +200,9 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new values of
-            leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
+                leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
+            DivergenceError: before the first step, a state of which ranks hold different replicas, as `check_replicas` says.
+            BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
         lowered, run = self.built(state, batch)
@@ -195,7 +224,27 @@ class CompiledStep(Compiled):
         if not self._runs:
             trained = self.step.trains(abstract_params(params))
             agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+            self.check_replicas(state)
         return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
+
+    def check_replicas(self, state: State) -> None:
+        """Compares what several ranks hold of a state. The first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
+
+        Args:
+            state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
+
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU about a second for 6 GB.
+
+        Raises:
+            DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
+        """
+
+        def held() -> Held:
+            check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
+            parts = {"params": state.params, "opt_state": state.opt_state, "extras": lasting(state).extras, "step": state.step, "key": state.key}
+            return replicas_of({p: x for role, part in parts.items() for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)})
+
+        agree.same(self.mesh, "step", held, "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every rank")
 
     def _make_safer(self, state: State, params: Inputs) -> None:
         """What a program is built of goes by the counts of the state at hand."""
@@ -236,6 +285,7 @@ class CompiledStep(Compiled):
         check_state(state, "make one with train.init or train.restore")
         if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
+            check_values("step", params=state.params, opt_state=state.opt_state)
             found, opt = placed_inputs(state.params, self.mesh, mutable=self.step.mutates), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)

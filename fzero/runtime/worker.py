@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from fzero import compat
-from fzero.errors import FzeroError, message
 from fzero.runtime import deterministic, kernels, sent
 from fzero.runtime.cache import Cache, Entry
 
@@ -43,6 +42,10 @@ class Job:
     into: tuple[int, ...]
 
 
+class Failed(Exception):
+    """Functions cannot be compiled this way: there is no compiler, or a torch whose Inductor is another than is known here. The text is their own words."""
+
+
 def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None]) -> dict[str, str]:
     """Compiles functions into a cache.
 
@@ -55,14 +58,13 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
     Returns: the names of functions that are not plain (see `kernels.NotPlain`), and why; they are not in the cache.
 
     Raises:
-        FzeroError: a function cannot be compiled, in the compiler's words.
+        Failed: one cannot be compiled.
     """
     answer = _ask(jobs, cache, cores, done, trust_cpu=True)
     if "failed" in answer:  # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
         answer = _ask(jobs, cache, cores, done, trust_cpu=False)
     if "failed" in answer:
-        fix = "look at the compiler's words above; backend='eager' needs no compiler"
-        raise FzeroError(message("compile", "functions cannot be compiled", answer["failed"].strip().splitlines()[-20:], fix))
+        raise Failed(answer["failed"])
     return answer["skipped"]
 
 

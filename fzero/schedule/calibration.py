@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,17 @@ def load_calibration(path: str | Path) -> Device:
         found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
     except (ValueError, KeyError, TypeError) as error:
         raise FzeroValueError(message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)) from error
-    here = {"format": FORMAT, "torch": torch.__version__, **machine(str(found.get("device_type", "cpu")))}
+    here = {"format": FORMAT, "torch": torch.__version__}
     wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
-    if wrong:
+    if wrong := [*wrong, *elsewhere(data["machine"])]:
         raise FzeroValueError(message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO))
     return Device.from_json(text)
+
+
+def elsewhere(measured: Mapping[str, Any]) -> list[str]:
+    """How the machine of a calibration, `Device.machine`, differs from this one."""
+    here = machine(str(measured.get("device_type", "cpu")))
+    return [f"{k}: {measured.get(k)!r} in the file, {v!r} here" for k, v in here.items() if measured.get(k) != v]
 
 
 def machine(device_type: str) -> dict[str, Any]:

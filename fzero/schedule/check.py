@@ -2,8 +2,9 @@
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
 it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/uses.py).
-What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank (runtime/agree.py) there is no
-order in which ranks wait for each other.
+Where a copy to the device was taken from, the host writes by operations alone that wait for such copies themselves (`SETTLED`): the wait of the copy
+holds up the device alone. What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank
+(runtime/agree.py) there is no order in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fzero.errors import VerifyError, message
-from fzero.program.ir import COLLECTIVES, TRANSFERS, Line, Place, Program, copied, stays, turns
+from fzero.program.ir import COLLECTIVES, SETTLED, TRANSFERS, Line, Place, Program, copied, stays, turns
 
 Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
@@ -49,6 +50,7 @@ class _Checker:
         self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
+        self.sent: dict[str, list[Span]] = {}  # of copies to the device that were waited for: what they read on the host
         self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
 
     def lines(self, lines: Sequence[Line]) -> None:
@@ -114,6 +116,8 @@ class _Checker:
             self._own(span, value.name)
         if not self.program.mesh.shared_memory or guard.line.op not in COLLECTIVES:
             released.append(name)
+        if guard.line.op == "to_device_start":
+            self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
         self.guards = {n: g for n, g in self.guards.items() if n not in released}
@@ -137,6 +141,10 @@ class _Checker:
             if guard is not by and any(_meet(s, span) for s in guard.spans):
                 what = "other ranks may still be reading it" if guard.waited else "it is under way"
                 self._add(line, f"{name} is written over the buffers of {moving}: {what}")
+        if line.op not in SETTLED:
+            for moving, spans in self.sent.items():
+                if any(_meet(s, span) for s in spans):
+                    self._add(line, f"{name} is written over what {moving} may still read on the host")
         self.places[name] = span
         self._own(span, name)
 

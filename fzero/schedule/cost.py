@@ -215,8 +215,14 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     return inside * intra.latency + across * inter.latency + sent / bandwidth
 
 
+def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
+    """The device with its share of a host that has as many ranks as the mesh has on one."""
+    return device.shared_by(min(device.devices_per_host, mesh.size))
+
+
 def as_used(device: Device, program: Program) -> Device:
-    """The device with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
+    """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
+    device = on_mesh(device, program.mesh)
     used = {line.op for line, _ in program.walk()}
     if not device.disk_mixed or not used >= {"disk_read_start", "disk_write_start"}:
         return device
@@ -300,6 +306,7 @@ __all__ = [
     "local_bytes",
     "model_flops",
     "on_host",
+    "on_mesh",
     "product_flops",
     "seconds",
     "temporaries",

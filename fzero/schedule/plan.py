@@ -15,7 +15,7 @@ import torch
 
 from fzero.program.ir import Program, transfer_bytes
 from fzero.program.show import statements
-from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, seconds, temporaries
+from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, on_mesh, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
 from fzero.schedule.timeline import COMPUTE, Event, Timeline, simulate
@@ -68,7 +68,7 @@ class Plan:
 
     Attributes:
         name, mesh: of the program.
-        device: whose rates were used.
+        device: whose rates were used, with its rank's share of the host.
         backend: that the functions were assumed to be built with.
         step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in which they wait for transfers.
         channels: by name: `gather:data`, `reduce:data`, `to_host`, `to_device`, `disk`, `host`.
@@ -183,7 +183,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     Raises:
         FzeroValueError: an unknown device.
     """
-    found = device if isinstance(device, Device) else get_device(device, program.mesh.device_type)
+    found = on_mesh(device if isinstance(device, Device) else get_device(device, program.mesh.device_type), program.mesh)
     walked = list(program.walk())
     line_of = statements(program)
     timeline, memory = _timeline(program, found, backend), _memory(program, found, backend)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.errors import FzeroValueError, message
+from fzero.schedule.cost import DISK, HOST
 from fzero.schedule.memory import ROLES
 from fzero.schedule.timeline import COMPUTE, Event
+from fzero.units import rate, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,22 +40,22 @@ def tables(plan: Plan) -> list[Table]:
     """What `table` shows."""
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
-        ("peak memory", as_bytes(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
-        ("at rest", as_bytes(plan.resting_bytes), "the state between steps"),
+        ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
+        ("at rest", size(plan.resting_bytes), "the state between steps"),
         ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
         ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
         ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
     ]
     out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
-    roles = [(role, as_bytes(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
+    roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(Table("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
-        on_host = ", ".join(f"{role} {as_bytes(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n)
+        on_host = ", ".join(f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n)
         tiers = [
-            ("device", as_bytes(plan.resting_bytes), as_bytes(plan.peak_bytes), ""),
-            ("host", as_bytes(plan.host_resting_bytes), as_bytes(plan.host_peak_bytes), on_host or "the device's memory"),
-            ("disk", as_bytes(plan.disk_bytes), as_bytes(plan.disk_bytes), "scratch files"),
+            ("device", size(plan.resting_bytes), size(plan.peak_bytes), ""),
+            ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
+            ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
         ]
         out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
     if plan.channels:
@@ -64,13 +66,36 @@ def tables(plan: Plan) -> list[Table]:
     if longest:
         waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+    out.append(_assumed(plan))
     if plan.decisions:
         out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
     return out
 
 
+def _assumed(plan: Plan) -> Table:
+    """The rates that the plan goes by, of the queues that it has."""
+    device, host = plan.device, plan.device.host
+    products = (f"{flops / 1e12:.4g} TFLOP/s in {dtype}" for dtype, flops in device.flops.items() if dtype in ("float32", "bfloat16"))
+    rows = [("memory", size(device.memory_bytes), rate(device.memory_bandwidth)), ("products", "", ", ".join(products))]
+    if any(":" in queue for queue in plan.channels):
+        rows += [(f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}") for name, link in device.links.items()]
+    if plan.channels.keys() & {"to_host", "to_device"}:
+        rows.append(("host copy", rate(device.host_copy.bandwidth), "each way"))
+    shares = [("host memory", device.host_memory_bandwidth)] if HOST in plan.channels else []
+    if DISK in plan.channels:
+        shares += [("disk read", device.disk_read.bandwidth), ("disk write", device.disk_write.bandwidth)]
+    whose = "while all ranks of the host are busy"
+    if host is not None:
+        whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
+    rows += [(name, rate(attained), whose) for name, attained in shares]
+    return Table(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
+
+
+_LINKS = {"intra": "the same host", "inter": "other hosts"}
+
+
 def _moved(channel: Channel) -> tuple[str, ...]:
-    return as_bytes(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", as_seconds(channel.busy_seconds)
+    return size(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", as_seconds(channel.busy_seconds)
 
 
 def plain(tables: Iterable[Table]) -> str:
@@ -105,15 +130,6 @@ def brief(text: str, width: int = 84) -> str:
     if equals and "(" not in out and len(text) > width and "," in out.rstrip(","):
         text = f"{out.split(',')[0]}, … = {code}"
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def as_bytes(num: float) -> str:
-    """As read: three digits and a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num < 1000:
-            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.4g} {unit}"
-        num /= 1000
-    return f"{num:.4g} TB"
 
 
 def as_seconds(seconds: float) -> str:
@@ -215,6 +231,8 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
         textcoords="offset points",
         ha="left" if left else "right",
         va="bottom",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},  # over the line of a budget
+        zorder=5,
         fontsize=8,
         family="monospace",
         parse_math=False,
@@ -231,7 +249,7 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
 
 
 def _unit(num: float) -> tuple[float, str]:
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num >= scale:
             return scale, unit
     return 1.0, "B"

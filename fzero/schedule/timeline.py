@@ -1,7 +1,8 @@
 """When every line of a program runs: a simulation of one rank's queues.
 
 [Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`,
-`reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device. On an asynchronous device, and to and from a disk, a start puts
+`reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device. Gathers and reductions over one axis share its link: one runs
+after the other, in the order of their starts, as if each had it to itself. On an asynchronous device, and to and from a disk, a start puts
 its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is free, and a wait holds compute until it is done. On
 a device that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
 
@@ -75,7 +76,7 @@ class _Simulation:
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
         self.held: list[tuple[Event, str]] = []  # what held it since compute last had nothing to do, each with its queue
-        self.free: dict[str, float] = {}  # when a channel has done all it was given
+        self.free: dict[str, float] = {}  # when a link has done all it was given
         self.moving: dict[str, tuple[str, float]] = {}  # a handle's channel, and when its transfer is done, or how long it will take
 
     def run(self) -> Timeline:
@@ -111,8 +112,9 @@ class _Simulation:
         if not self._overlaps(queue):
             self.moving[handle] = queue, seconds
             return
-        begins = max(self.clock, self.thread, self.free.get(queue, 0.0))
-        self.free[queue] = begins + seconds
+        link = queue.partition(":")[2] or queue  # of an axis that of all its transfers
+        begins = max(self.clock, self.thread, self.free.get(link, 0.0))
+        self.free[link] = begins + seconds
         self.moving[handle] = queue, begins + seconds
         self.found.events.append(Event(queue, handle, begins, seconds, number, turn))
 
@@ -162,7 +164,7 @@ class _Simulation:
         self.held.clear()
 
     def _loop(self, loop: Line, number: int) -> None:
-        """Turns until one finds the channels as the one before left them: from there on each takes as long as that one."""
+        """Turns until one finds the links as the one before left them: from there on each takes as long as that one."""
         count, found = loop.attrs["count"], self.found
         after: dict[str, float] = {}
         for turn in range(count):
@@ -181,7 +183,7 @@ class _Simulation:
                 return
 
     def _ahead(self, begin: float) -> dict[str, float]:
-        """How long each channel will still be busy when compute is not, and the host's thread; less than nothing of a thread that was held in this turn."""
+        """How long each link will still be busy when compute is not, and the host's thread; less than nothing of a thread that was held in this turn."""
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
 

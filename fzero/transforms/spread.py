@@ -30,6 +30,7 @@ class _Rewrite:
     def __init__(self, program: Program, zero: Zero, whole_grads: bool):
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
         self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
+        self.others = tuple(a for a in zero.batch_axes if a not in self.axes)
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
@@ -197,7 +198,7 @@ class _Rewrite:
             scatter = [n for n in names if self.zero.opt_state(leaf[n])]
             return self._reduce_scatter(scatter) + self._all_reduce([n for n in names if n not in scatter])
         scatter = [n for n in names if self.zero.grads(leaf[n]) and not self.whole_grads]
-        lines = self._reduce_scatter(scatter)
+        lines = self._scatter(scatter)
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
@@ -208,24 +209,34 @@ class _Rewrite:
         return Line("accumulate", (name,), (replace(self.values[total], placement=self.placement[name]),), attrs={"op": op}, by="accumulate")
 
     def _after_loop(self) -> list[Line]:
-        """What was added up whole is reduced now, once a step."""
+        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
         lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce([self.totals[m] for m in self.maxima], op="max")
         for names in groups.values():
-            scatter = [n for n in names if self.zero.opt_state(self.program.leaves[self.grads[n]])]
+            shards = [n for n in names if self.placement[self.totals[n]].axes]
+            scatter = [n for n in names if n not in shards and self.zero.opt_state(self.program.leaves[self.grads[n]])]
+            lines += self._all_reduce([self.totals[n] for n in shards], self.others)
             lines += self._reduce_scatter([self.totals[n] for n in scatter])
-            lines += self._all_reduce([self.totals[n] for n in names if n not in scatter])
+            lines += self._all_reduce([self.totals[n] for n in names if n not in (*shards, *scatter)])
         return lines
 
     def _reduce_scatter(self, names: list[str]) -> list[Line]:
+        """Shards of values, reduced over all axes."""
+        lines = self._scatter(names)
+        if self.others and names:
+            lines += self._all_reduce([self.renamed[n] for n in names], self.others)
+            self.renamed.update({n: self.renamed.pop(self.renamed[n]) for n in names})
+        return lines
+
+    def _scatter(self, names: list[str]) -> list[Line]:
+        """Shards of values, reduced over the axis that they are sharded over."""
         if not names:
             return []
-        others = tuple(a for a in self.zero.batch_axes if a not in self.axes)
         handle = self._handle("scatter")
-        out = [replace(self.values[n], name=self.names(f"{n}_shard"), placement=Placement("shard", self.axes, others)) for n in names]
+        out = [replace(self.values[n], name=self.names(f"{n}_shard"), placement=Placement("shard", self.axes, self.others)) for n in names]
         lines = [
             Line("reduce_scatter_start", tuple(names), (handle,), attrs={"axes": self.axes, "op": "sum"}, by=self.by),
             Line("wait", (handle.name,), tuple(out), by=self.by),
@@ -233,10 +244,6 @@ class _Rewrite:
         for n, v in zip(names, out, strict=True):
             self.renamed[n], self.placement[v.name] = v.name, v.placement
             self.values[v.name] = v
-        if others:
-            lines += self._all_reduce([v.name for v in out], others)
-            for n, v in zip(names, out, strict=True):
-                self.renamed[n] = self.renamed.pop(v.name)
         return lines
 
     def _all_reduce(self, names: Sequence[str], axes: tuple[str, ...] | None = None, op: str = "sum") -> list[Line]:

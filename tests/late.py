@@ -1,0 +1,188 @@
+"""Doubles that are late: copies between host and device, and collectives, that happen when they must and not before.
+
+What is told to be moved is not there until its wait, every bit of it set until then (a NaN in every floating point format), and is taken from its source as
+that is when it is moved at last. A copy *to the device* is later still, as on CUDA, where its wait holds up the device alone: it happens when a line first
+touches what it fills, or when the host settles before it writes what the copy reads. And the host runs ahead of its device: what it writes over the source of
+such a copy, before it settled or waited for something that the device did later, is one of `races`. Fast ones forgive all that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import fzero as fz
+from fzero import tree
+from fzero.comm import collectives
+from fzero.comm.collectives import ProcessGroups
+from fzero.comm.host import Copy, meet
+from fzero.runtime import compiled
+
+Tensors = Sequence[torch.Tensor]
+
+
+def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> LateCopies:
+    """Makes whatever moves on a mesh late, of steps compiled on it from here on. `patch` sets attributes of modules, e.g. `monkeypatch.setattr`.
+
+    The mesh has `unified_memory=False`, or copies do not move; and `shared_memory=False` if it has several ranks.
+    """
+    copies = LateCopies()
+    object.__setattr__(mesh, "copies", copies)
+    object.__setattr__(mesh, "transport", LateTransport(mesh))
+    executable = compiled.executable
+
+    def touching(program: Any, functions: Any, on: fz.Mesh) -> Any:
+        run = executable(program, functions, on)
+        if on is mesh:
+            names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "redo")}
+            run.namespace.update({name: copies.touched(name, run.namespace[name]) for name in names if callable(run.namespace.get(name))})
+        return run
+
+    patch(compiled, "executable", touching)
+    return copies
+
+
+@dataclass(eq=False)
+class _Job:
+    moves: list[tuple[torch.Tensor, torch.Tensor]]
+    before: list[torch.Tensor] = field(default_factory=list)  # what it reads, as it was when it was waited for
+
+    @property
+    def sources(self) -> Tensors:
+        return [source for source, _ in self.moves]
+
+    @property
+    def targets(self) -> Tensors:
+        return [target for _, target in self.moves]
+
+
+class LateCopies:
+    """See `fzero.comm.host.Copies`."""
+
+    def __init__(self) -> None:
+        self._behind: list[_Job] = []  # copies to the device that were waited for and have not happened
+        self._unsettled: list[_Job] = []  # those of which the host does not know that the device is done with them
+        self.num_settled = 0  # of them, how many the host waited for because it was to write what they read
+        self.races: list[str] = []  # lines that wrote what such a copy reads
+
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        job, known = self._started(sources, into), list(self._unsettled)
+
+        def wait() -> None:
+            _move(job)
+            self._unsettled = [x for x in self._unsettled if x not in known]  # the device did this after those
+
+        return Copy(into or (), sources, wait)
+
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        job = self._started(sources, into)
+
+        def wait() -> None:
+            job.before = [x.clone() for x in job.sources]
+            self._behind.append(job)
+            self._unsettled.append(job)
+
+        return Copy(into or (), sources, wait)
+
+    def settle(self, written: Tensors) -> None:
+        settled = [job for job in self._unsettled if meet(job.sources, written)]
+        self._catch_up(lambda job: job in settled)
+        self._unsettled = [job for job in self._unsettled if job not in settled]
+        self.num_settled += len(settled)
+
+    def reached(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        """The device has done all that it was told."""
+        self._catch_up(lambda job: True)
+        self._unsettled = []
+
+    def touched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A line of a program: what it is given is there; what it writes is compared."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self._catch_up(lambda job: meet(job.targets, tensors))
+            result = function(*args, **kwargs)
+            raced = [job for job in self._unsettled if not all(map(_same_bytes, job.sources, job.before))]
+            self.races += [name] * len(raced)
+            self._unsettled = [job for job in self._unsettled if job not in raced]
+            return result
+
+        return call
+
+    def _started(self, sources: Tensors, into: Tensors | None) -> _Job:
+        assert into is not None, "two memories"
+        self._catch_up(lambda job: meet(job.targets, (*sources, *into)) or meet(job.sources, into))
+        self._unsettled = [job for job in self._unsettled if not meet(job.sources, into)]  # the device carries out one after the other
+        job = _Job([(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()])
+        for target in job.targets:
+            _poison(target)
+        return job
+
+    def _catch_up(self, which: Callable[[_Job], bool]) -> None:
+        now = [job for job in self._behind if which(job)]
+        self._behind = [job for job in self._behind if job not in now]
+        for job in now:
+            _move(job)
+
+
+class LateTransport:
+    """Process groups, whose collectives begin when they are waited for."""
+
+    def __init__(self, mesh: fz.Mesh):
+        self._now = ProcessGroups(mesh)
+        self.pool, self.begin = self._now.pool, self._now.begin
+
+    def all_gather_start(self, shards: Tensors, axis: str, into: Tensors) -> Callable[[], Any]:
+        kept = [x.clone() for x in shards]
+        for whole in into:
+            _poison(whole)
+        for shard, value in zip(shards, kept, strict=True):
+            if meet([shard], into):
+                shard.copy_(value)
+        return lambda: self._now.all_gather_start(shards, axis, into)
+
+    def reduce_scatter_start(self, wholes: Tensors, axis: str, op: str, into: Tensors) -> Callable[[], Any]:
+        flats, shards = into[: len(wholes)], into[len(wholes) :]
+        collectives.settle(wholes, flats)
+        for shard in shards:
+            if not meet([shard], flats):
+                _poison(shard)
+        return lambda: self._now.reduce_scatter_start(flats, axis, op, into)
+
+    def all_reduce_start(self, values: Tensors, axis: str, op: str, into: Tensors) -> Callable[[], Any]:
+        collectives.settle(values, into)
+        summands = [x.clone() for x in into]
+        for flat in into:
+            _poison(flat)
+
+        def begin() -> Any:
+            for flat, summand in zip(into, summands, strict=True):
+                flat.copy_(summand)
+            return self._now.all_reduce_start(into, axis, op, into)
+
+        return begin
+
+    def wait(self, begin: Callable[[], Any], into: Tensors, together: bool = False) -> Tensors:
+        return self._now.wait(begin(), into, together)
+
+
+def _poison(x: torch.Tensor) -> None:
+    if x.numel():
+        x.view(-1).view(torch.uint8).fill_(255)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _move(job: _Job) -> None:
+    for source, target in job.moves:
+        target.copy_(source)

@@ -1,0 +1,106 @@
+"""Programs whose copies and collectives are all late: they train and evaluate to the same bits, and a host that does not settle is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from late import late
+from models import MODELS
+from offloads import EXTRAS, OFFLOADS, same, trained
+
+import fzero as fz
+
+KINDS = [
+    ("cpu all", "bf16", "gpt"),
+    ("cpu params", "accumulate", "mixed"),
+    ("cpu half", "remat full", "gpt"),
+    ("cpu on device", "bf16", "bare"),
+    ("nvme both", "none", "gpt"),
+    ("mix", "bf16, accumulate", "gpt"),
+]
+
+
+def _late_mesh(monkeypatch: pytest.MonkeyPatch) -> tuple[fz.Mesh, Any]:
+    mesh = fz.make_mesh(data=1, unified_memory=False)
+    return mesh, late(mesh, monkeypatch.setattr)
+
+
+def test_training_waits_for_every_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, extra, model in KINDS:
+        with monkeypatch.context() as patch:
+            mesh, copies = _late_mesh(patch)
+            (found, _), train, state = trained(mesh, (*OFFLOADS[name](tmp_path), *EXTRAS[extra]), model)
+            assert not copies.races, (name, extra, model)
+            copies.finish()
+            want = trained(fz.make_mesh(data=1), EXTRAS[extra], model)[0]
+            assert same((found, train.gather(state)), want), (name, extra, model)
+
+
+def _evaluations(patch: pytest.MonkeyPatch, is_late: bool) -> tuple[list[torch.Tensor], Any]:
+    """Losses of one evaluation after another, of parameters that rest on the host in float32 and are computed with in bfloat16."""
+    mesh, copies = _late_mesh(patch) if is_late else (fz.make_mesh(data=1), None)
+    transforms = (fz.mixed_precision("bf16"), *(OFFLOADS["cpu params"]("") if is_late else ()))
+    step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, fz.optim.sgd(0.1)))
+    state = fz.compile(step, mesh, backend="eager").init(lambda key: models.gpt_init(key, 6), fz.random.key(1))
+    evaluate = fz.compile(fz.compose(*transforms)(fz.eval_step(MODELS["gpt"].loss)), mesh, backend="eager")
+    return [evaluate(state.params, batch) for batch in models.batches(3)], copies
+
+
+def test_an_evaluation_settles_before_it_casts_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host casts a block's parameters into the bytes that another's are copied from: the device may not have come to that copy yet."""
+    want, _ = _evaluations(monkeypatch, False)
+    found, copies = _evaluations(monkeypatch, True)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert copies.num_settled > 0 and not copies.races
+    monkeypatch.setattr(type(copies), "settle", lambda self, written: None)
+    assert "cast" in _evaluations(monkeypatch, True)[1].races
+
+
+STAGES: dict[str, Any] = {
+    "stage 0": (fz.data_parallel(),),
+    "stage 2, accumulate": (fz.shard_grads(), fz.accumulate(2)),
+    "stage 3, bf16": (fz.shard_params(), fz.mixed_precision("bf16")),
+    "stage 3, offload": (fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params", "activations"))),
+}
+
+
+def _on_ranks(is_late: bool) -> list[Any]:
+    out = []
+    for transforms in STAGES.values():
+        mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
+        with pytest.MonkeyPatch.context() as patch:
+            copies = late(mesh, patch.setattr) if is_late else None
+            (metrics, _), train, state = trained(mesh, transforms)
+            if copies is not None:
+                assert not copies.races
+                copies.finish()
+            out.append((metrics, train.gather(state)))
+    return out
+
+
+def test_ranks_wait_for_every_collective(run_ranks: Any) -> None:
+    for wanted, found in zip(run_ranks(2, _on_ranks, False), run_ranks(2, _on_ranks, True), strict=True):
+        for name, a, b in zip(STAGES, wanted, found, strict=True):
+            assert same(a, b), name
+
+
+def _read_before_the_wait() -> list[tuple[bool, bool]]:
+    """For each collective: whether what it makes is there before its wait, and after it."""
+    mesh = fz.make_mesh(shared_memory=False)
+    late(mesh)
+    carrier, out = mesh.transport, []
+    shard, whole = torch.full((2,), 1.0 + mesh.rank), torch.zeros(4)
+    moving = carrier.all_gather_start([shard], "data", [whole])
+    out.append((not whole.isnan().any(), torch.equal(carrier.wait(moving, [whole])[0], torch.tensor([1.0, 1.0, 2.0, 2.0]))))
+    for start, flats in ((carrier.all_reduce_start, [torch.ones(4)]), (carrier.reduce_scatter_start, [torch.ones(4), torch.zeros(2)])):
+        moving = start(flats[:1], "data", "sum", flats)
+        out.append((not flats[-1].isnan().any(), bool((carrier.wait(moving, [flats[-1]])[0] == 2).all())))
+    return [(bool(a), bool(b)) for a, b in out]
+
+
+def test_a_late_collective_is_not_there_before_its_wait(run_ranks: Any) -> None:
+    assert run_ranks(2, _read_before_the_wait) == [[(False, True)] * 3] * 2

@@ -1,0 +1,159 @@
+"""Arguments of the wrong kind or in the wrong order, names that do not exist, ranks that stay away: refused by name, with a way out."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import ending
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroError
+from fzero.optim import GradientTransformation
+
+
+def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).square().mean()
+
+
+def _predict(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] - y).square().mean()
+
+
+X, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    mesh = fz.make_mesh()
+    train = fz.compile(fz.train_step(_loss, optim.adam(0.1)), mesh, backend="eager")
+    return train, train.init({"w": torch.eye(4)}), fz.compile(fz.eval_step(_predict), mesh, backend="eager")
+
+
+CASES: dict[str, tuple[Callable[..., Any], str]] = {
+    "an int for a key": (lambda train, state, run: train.init(lambda key: META, 0), "fzero.init: a key is a tensor, not int"),
+    "parameters on meta": (lambda train, state, run: train.init(META), "fzero.init: .*\n  params['w']: float32[4, 4] on the meta device"),
+    "a state on meta": (lambda train, state, run: train(state._replace(params=META), X), "fzero.step: .*\n  params['w']: float32[4, 4] on the meta device"),
+    "an evaluation on meta": (lambda train, state, run: run(META, X, X), "fzero.eval_step: .*\n  params['w']: float32[4, 4] on the meta device"),
+    "gather of no state": (lambda train, state, run: train.gather(3), "fzero.gather: the first argument is a State, not int"),
+    "replicas of no state": (lambda train, state, run: train.check_replicas(3), "fzero.check_replicas: the first argument is a State, not int"),
+    "show of no program": (lambda train, state, run: fz.show(3), "fzero.show: prints a program, not int\nFix: fz.show(train.program)"),
+    "restore of no path": (lambda train, state, run: train.restore(3), "fzero.checkpoint: 3 is not a path"),
+    "save to no path": (lambda train, state, run: fz.checkpoint.save(3, state), "fzero.checkpoint: 3 is not a path"),
+    "save to a file": (lambda train, state, run: fz.checkpoint.save(__file__, state), f"fzero.checkpoint.save: {__file__} is not a directory"),
+    "too few arguments": (lambda train, state, run: run(state.params, (X, X)), "fzero.eval_step: _predict(p: "),
+    "too many arguments": (lambda train, state, run: run(state.params, X, X, X), "and 3 more arguments\n  too many positional arguments\nFix: "),
+    "too few, uncompiled": (lambda train, state, run: fz.eval_step(_predict)(state.params, X), "1 more argument\n  missing a required argument: 'y'"),
+    "too few, lowered": (lambda train, state, run: fz.lower(fz.eval_step(_predict), train.mesh, META, (X,)), "missing a required argument: 'y'"),
+}
+DRAWS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is no shape"),
+    "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is no shape"),
+    "a dtype for a shape": (lambda key: fz.random.bits(key, torch.float32), "fzero.random.bits: torch.float32 is no shape"),
+    "a text": (lambda key: fz.random.normal(key, "34"), "'34' is no shape"),
+    "p before the shape": (lambda key: fz.random.bernoulli(key, 2.0, (3,)), "fzero.random.bernoulli: 2.0 is no shape"),
+    "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), X), "p=float32[2, 4]"),
+    "a number for a dtype": (lambda key: fz.random.normal(key, (3,), 3.0), "3.0 is no dtype"),
+    "a text for a bound": (lambda key: fz.random.uniform(key, (3,), maxval="1"), "maxval='1'"),
+    "rate before x": (lambda key: fz.random.dropout(key, 0.1, X), "rate=float32[2, 4]"),
+    "dropout of a number": (lambda key: fz.random.dropout(key, 1.0, 0.1), "not of float"),
+}
+
+
+def _raises(run: Callable[[], Any], words: str) -> None:
+    with pytest.raises(FzeroError) as caught:
+        run()
+    text = str(caught.value)
+    assert re.search(re.escape(words).replace(re.escape(".*"), ".*"), text), text
+    assert text.splitlines()[-1].startswith("Fix: ")
+
+
+def test_calls(made: Any) -> None:
+    for call, words in CASES.values():
+        _raises(lambda call=call: call(*made), words)
+    train, state, run = made
+    assert int(train(state, X)[0].step) == 1 and run(state.params, X, X).isfinite(), "nothing of it has done harm"
+
+
+def test_draws() -> None:
+    for call, words in DRAWS.values():
+        _raises(lambda call=call: call(fz.random.key(0)), words)
+    assert fz.random.normal(fz.random.key(0), torch.Size([2, 0])).shape == (2, 0)
+
+
+def test_names_that_do_not_exist() -> None:
+    for module, name, words in [
+        (fz, "shard_param", "did you mean shard_params"),
+        (fz, "fsdp", "shard_params"),
+        (fz.checkpoint, "load", "there are Index, check, describe, export, "),
+    ]:
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'\nFix: .*{words}"):
+            getattr(module, name)
+    assert not hasattr(fz, "fsdp") and fz.tree is not None
+
+
+def test_a_norm_of_order_0_counts_on_shards_too(run_ranks: Any) -> None:
+    """Elements that are not zero: padding is none of them."""
+    want = _counted(fz.make_mesh())
+    for got in run_ranks(2, _counted):
+        assert torch.equal(got, want)
+
+
+def _counted(mesh: Any = None) -> torch.Tensor:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return fz.tree.map(lambda g: g / (1 + torch.linalg.vector_norm(g, 0)), grads), state
+
+    step = fz.train_step(lambda p, x: (p["w"] * x.sum()).square().sum(), GradientTransformation(lambda p: (), update))
+    train = fz.compile(fz.shard_params(step), mesh or fz.make_mesh(), backend="eager")
+    w = torch.arange(5.0)  # one element is zero, and so is its gradient
+    return train.gather(train(train.init({"w": w}), torch.ones(2, 1))[0]).params["w"]
+
+
+def _averaged() -> str:
+    """What an evaluation says of leaves that were computed from shards, one by one."""
+    mesh = fz.make_mesh()
+    train = fz.compile(fz.shard_params(fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager")
+    evaluate = fz.compile(fz.shard_params(fz.eval_step(_loss)), mesh, backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    with pytest.raises(FzeroError) as caught:
+        evaluate(fz.tree.map(lambda x: 0.5 * x, state.params), X)
+    evaluate({"w": state.params["w"]}, X)
+    return str(caught.value)
+
+
+def test_what_is_computed_from_shards_has_no_layout(run_ranks: Any) -> None:
+    for text in run_ranks(2, _averaged):
+        assert "params['w']: float32[8] without a layout, which is then taken to be whole, in the state, float32[8] sharded over data in this step" in text
+        assert "\nFix: give the trees of the state as they are: what is computed from their leaves" in text
+
+
+def _gathers_alone(folder: str, stage: int) -> str:
+    """Rank 0 gathers, the other does something else."""
+    mesh = fz.make_mesh(timeout=2)
+    train = fz.compile([fz.data_parallel, fz.shard_params][stage](fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    with ending(folder, last=mesh.rank == 1):
+        if mesh.rank == 0:
+            began = time.monotonic()
+            try:
+                train.gather(state)
+            except fz.errors.DivergenceError as error:
+                assert time.monotonic() - began < 60
+                return str(error)
+    return ""
+
+
+def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
+    for stage in (0, 1):
+        (folder := tmp_path / str(stage)).mkdir()
+        text, _ = run_ranks(2, _gathers_alone, str(folder), stage)
+        if stage == 0:
+            assert text == "", "whole leaves are on every rank"
+        else:
+            assert "rank 1 did not come in 2 s" in text and text.startswith("fzero.gather: ") and "Fix: call gather on every rank" in text

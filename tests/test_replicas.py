@@ -1,0 +1,130 @@
+"""What all ranks must hold alike is compared: what `init` is given, what a first step gets, what a checkpoint stores. A difference names leaf and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero import optim
+from fzero.comm.replicas import differing, digest
+
+
+def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"] + p["b"]).square().mean()
+
+
+def _params(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(6, 6, generator=g), "b": torch.zeros(6)}
+
+
+def _compiled(stage: Any = fz.data_parallel, **axes: int) -> Any:
+    return fz.compile(stage(fz.train_step(_loss, optim.adamw(0.1))), fz.make_mesh(**axes), backend="eager")
+
+
+def _begins(kind: str) -> None:
+    train = _compiled(fz.shard_params)
+    rank = train.mesh.rank
+    scale = 1.0 + rank
+    if kind == "parameters":
+        train.init(_params(rank))
+    elif kind == "key":
+        train.init(lambda key: {"w": fz.random.normal(key, (6, 6)), "b": torch.zeros(6)}, fz.random.key(rank))
+    elif kind == "function":
+        train.init(lambda key: {"w": fz.random.normal(key, (6, 6)) * scale, "b": torch.zeros(6)})
+    elif kind == "shape":
+        train.init({**_params(), **({"c": torch.ones(1)} if rank else {})})
+    elif kind == "not tensors":
+        train.init({**_params(), "b": "zero"} if rank else _params())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("parameters", ["params['w']: not the same on rank 1 as on rank 0", "torch before"]),
+        ("key", ["key: not the same on rank 1 as on rank 0"]),
+        ("function", ["the init function: not the same on rank 1 as on rank 0"]),
+        ("shape", ["params['c']: not the same on rank 1 as on rank 0"]),
+        ("not tensors", ["params['b']"]),
+    ],
+)
+def test_ranks_that_begin_differently_do_not_begin(run_ranks: Any, kind: str, words: list[str]) -> None:
+    for rank, r in enumerate(run_ranks(2, _begins, kind, expect_error=True, timeout=60)):
+        assert r.type == ("FzeroTypeError" if kind == "not tensors" and rank else "DivergenceError"), r
+        assert r.message.startswith(("fzero.init: ", "fzero.step: ", "fzero.train_step: ")) and "\nFix: " in r.message, r
+        assert all(word in r.message for word in words), r
+        assert "params['b']" not in r.message or kind == "not tensors", r.message
+
+
+def _drifts(folder: str, kind: str) -> Any:
+    """What a state of which one rank's replica has changed says where it is used; four ranks, every leaf twice."""
+    train = _compiled(lambda step: fz.shard_params(fz.data_parallel(step, axis="replica")), replica=2, data=2)
+    batch, said = torch.ones(4, 6), []
+    state = train.init(_params())
+    if kind != "before the first step":
+        state, _ = train(state, batch)
+        train.check_replicas(state)
+        fz.checkpoint.save(folder, state)
+    if train.mesh.rank == 3:
+        state.params["w"][-1] += 1e-6
+    later: list[Any] = [lambda: train.check_replicas(state), lambda: fz.checkpoint.save(folder, state)]
+    acts = [lambda: train(state, batch)] if kind == "before the first step" else later
+    for act in acts:
+        with pytest.raises(fz.errors.FzeroError) as caught:
+            act()
+        said.append((type(caught.value).__name__, str(caught.value)))
+    kept = sorted(p.name for p in Path(folder).iterdir())
+    if kind != "before the first step":
+        train(state, batch)
+        fz.checkpoint.save(folder, state, check_replicas=False)
+    return said, kept, int(state.step)
+
+
+@pytest.mark.parametrize("kind", ["before the first step", "later"])
+def test_replicas_that_drift_apart_are_named(run_ranks: Any, tmp_path: Path, kind: str) -> None:
+    ranks = run_ranks(4, _drifts, str(tmp_path), kind)
+    for said, _, steps in ranks:
+        assert [type_ for type_, _ in said] == ["DivergenceError", "CheckpointError"][: len(said)]
+        for _, text in said:
+            (line,) = [x.strip() for x in text.splitlines() if x.startswith("  ")]
+            assert line.removesuffix("on rank 1").startswith(("params['w']: not the same on rank 3 as ", "params.w: not the same on rank 3 as ")), text
+            assert "\nFix: " in text
+        if kind == "later":
+            assert len(said) == 2 and steps == 2
+            assert ranks[0][1] == ["latest", "step-00000001"], "the checkpoint of before is the latest, and nothing else is left"
+
+
+def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
+    """Digests of leaves travel only if something differs."""
+    sent: list[Any] = []
+
+    def exchange(note: Any) -> list[Any]:
+        sent.append(note)
+        return [note, note]
+
+    assert differing({"w": (torch.ones(3), ()), "text": ("a", ())}, {"data": 2}, 2, exchange) == []
+    assert len(sent) == 1 and len(str(sent[0])) < 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40_000), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool]), st.data())
+def test_one_bit_makes_another_digest(numel: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    x = torch.zeros(numel + 1, dtype=dtype)[1:] if data.draw(st.booleans()) else torch.zeros(numel, dtype=dtype)
+    first = digest(x)
+    assert digest(x.clone()) == first
+    assert digest(x.view(1, -1)) != first, "the shape counts"
+    if numel:
+        x[data.draw(st.integers(0, numel - 1))] = 1
+        assert digest(x) != first
+
+
+def test_rows_that_change_places_make_another_digest() -> None:
+    for width in (16, 256, 1024, 4096):
+        x = torch.arange(64.0 * width).view(64, width)
+        assert digest(x.roll(1, 0)) != digest(x) and digest(x.view(width, 64).T.contiguous().view(64, width)) != digest(x)
