@@ -179,7 +179,7 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         return fastest(variants, [c for c in chosen if c is not None], budget)
 
     *sooner, last = variants.grads(least)
-    choice = best(sooner) or best([last])
+    choice = (best(sooner) if sooner else None) or best([last])
     if choice is None:
         program = variants.verified(replace(least, grads=last))
         found = plan(program, budget.device, backend=budget.backend)
