@@ -20,10 +20,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = ["DATA_DEPENDENT", "SHAPE_DEPENDENT", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
-DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a fake tensor raises when Python asks for its value."""
+SHAPE_DEPENDENT: type[Exception] = DynamicOutputShapeException
+"""What a fake tensor raises when the shape of a result depends on its values."""
+DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, SHAPE_DEPENDENT)
+"""What a fake tensor raises when Python asks for its value, or a shape does."""
 
 
 @contextmanager
@@ -68,6 +70,30 @@ def new_fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, dev
 def functorch_active() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is running around the caller."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all others as they are
+    (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
+    torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+    try:
+        outputs = fn(*(torch._to_functional_tensor(x) for x in inputs))
+        for x in outputs:
+            torch._sync(x)
+        return [torch._from_functional_tensor(x) for x in outputs]
+    finally:
+        torch._disable_functionalization()  # type: ignore[attr-defined]
+
+
+def next_autograd_node() -> int:
+    """The sequence number that the next autograd node of this thread gets. A node is made right before what it differentiates runs."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def backward_of() -> int | None:
+    """The sequence number of the autograd node whose backward runs now on this thread, if one does."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()
 
 
 def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) -> set[str]:

@@ -28,6 +28,7 @@ from fzero.errors import DivergenceError, FzeroError, VerifyError, message
 _NUM_FRAMES = 5  # of the user's code, above an error
 _PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
 _OURS = tuple(str(Path(module).parent) + os.sep for module in (__file__, torch.__file__))
+_STDLIB = str(Path(os.__file__).parent) + os.sep
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _parent = os.getppid()
@@ -112,8 +113,14 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
 
 def brief(error: BaseException, frames: TracebackType | None = None) -> str:
     """An error's text below the user's own last lines that led to it."""
-    theirs = [f for f in traceback.extract_tb(frames) if not f.filename.startswith((*_OURS, "<frozen "))]
+    theirs = [f for f in traceback.extract_tb(frames) if not _is_inside(f.filename)]
     return "".join(traceback.format_list(theirs[-_NUM_FRAMES:])) + str(error)
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a line is of fzero, torch or the standard library."""
+    stdlib = filename.startswith(_STDLIB) and "site-packages" not in filename
+    return stdlib or filename.startswith((*_OURS, "<frozen "))
 
 
 def _claim(error: FzeroError, mine: str) -> str:

@@ -21,7 +21,7 @@ from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
-from fzero.program.record import plainly
+from fzero.program.refusals import plainly
 
 Predicate = Callable[[str, torch.Tensor], bool]
 

@@ -364,3 +364,42 @@ def test_inductor_measures_nothing_where_deterministic_algorithms_are_asked_for(
             torch.use_deterministic_algorithms(False)
     assert ["aten.index_put_" in text for text in texts] == [False, True]
     assert compat.fills_uninitialized_memory()
+
+
+def test_functionalized_keeps_operators_and_values():
+    """Operations that overwrite are replaced, no other is taken apart, and what is given keeps its values."""
+    seen = []
+
+    class Seen(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def fn(x, y):
+        x.view(-1)[1:].add_(1)
+        return [torch.ops.aten.binary_cross_entropy_with_logits.default(x, y), x]
+
+    x, y = torch.zeros(2, 2), torch.ones(2, 2)
+    with torch.no_grad(), Seen():
+        _, new = compat.functionalized(fn, [x, y])
+    assert torch.equal(x, torch.zeros(2, 2)) and new.tolist() == [[0, 1], [1, 1]]
+    assert torch.ops.aten.binary_cross_entropy_with_logits.default in seen and not any(f._schema.is_mutable for f in seen)
+
+
+def test_the_autograd_node_that_runs_is_known_by_its_number():
+    class Numbers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(compat.backward_of())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, *grads):
+            found.append(compat.backward_of())
+            return grads[0]
+
+    found: list[int | None] = []
+    x = torch.ones(2, requires_grad=True)
+    number = compat.next_autograd_node()
+    Numbers.apply(x).sum().backward()
+    assert found == [None, number]

@@ -325,7 +325,7 @@ def scale_weight(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("fn", "word"),
-    [(add_in_place, "\n  x\n"), (set_item, "\n  x\n"), (through_a_view, "\n  x\n"), (scale_weight, 'p["w"].mul_(2)')],
+    [(add_in_place, "x.add_(1)"), (set_item, "x[0] = 0"), (through_a_view, "x.view(-1)[2:].mul_(2)"), (scale_weight, 'p["w"].mul_(2)')],
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_mutated_arguments(fn: Any, word: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from scripts import ROOT, environment
 
 import fzero as fz
 from fzero import launcher
-from fzero.errors import DivergenceError, FzeroValueError, VerifyError
+from fzero.errors import DivergenceError, FzeroError, FzeroValueError, VerifyError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -64,6 +66,17 @@ def test_an_error_of_every_rank_is_told_once_and_last(tmp_path: Path) -> None:
     assert str(ROOT / "fzero") not in text, "no frames of ours"
     (fix,) = (i for i, line in enumerate(lines) if line.startswith("Fix: "))
     assert set(lines[fix + 1]) == {"="} and not "".join(lines[fix + 2 :]), "nothing but torchrun's last rule stands below it"
+
+
+def test_only_the_users_lines_stand_above_an_error() -> None:
+    @contextlib.contextmanager
+    def passing() -> Iterator[None]:
+        yield
+
+    with pytest.raises(FzeroError) as caught, passing():
+        fz.optim.chain(3)
+    text = launcher.brief(caught.value, caught.value.__traceback__)
+    assert "fz.optim.chain(3)" in text and "contextlib" not in text and str(ROOT / "fzero") not in text
 
 
 def test_a_survivor_tells_who_has_left_whichever_rank_it_is(tmp_path: Path) -> None:

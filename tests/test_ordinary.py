@@ -67,7 +67,35 @@ def in_place_beside_literals(p: Any, x: torch.Tensor) -> torch.Tensor:
     return y[:, torch.tensor([1, 0])] * scale
 
 
+def in_place(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = (x @ p["w"]).relu_()
+    z = y.view(-1).clone()
+    z[2:].mul_(3)
+    rows = torch.zeros(2, 4)
+    rows[0], rows[1:] = y[0], y[1:2] * 2
+    torch.add(rows.detach(), 1.0, out=torch.empty(2, 4))
+    doubled = y * 2
+    doubled.detach().add_(1)
+    y = y + doubled
+    return torch.stack([rows, z.view(3, 4)[:2].contiguous().clamp_(max=2.0), y[:2]])
+
+
+def backwards_in_place(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Whose derivatives PyTorch computes in place."""
+    y = F.normalize(x @ p["w"], dim=-1) + (x @ p["w"]).std(0) + torch.linalg.norm(x @ p["w"], dim=0)
+    y = y * F.cosine_similarity(y, x[:, :4], dim=-1)[:, None] + torch.cumprod(y, 0)
+    return y + torch.vmap(lambda row: torch.softmax(torch.tanh(row @ p["w"]), 0))(y)
+
+
+def strides(p: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = x @ p["w"]
+    return {"t": y.t(), "expanded": y.sum(0).expand(3, 4), "every other": y[:, ::2], "flipped": y.flip(0).t()[1:], "last": y.unsqueeze(1).permute(2, 0, 1)}
+
+
 CASES: dict[str, tuple[Loss, Any, Any]] = {
+    "in place": (in_place, {"w": wide(4, 4)}, wide(3, 4)),
+    "backwards in place": (backwards_in_place, {"w": wide(4, 4)}, wide(3, 4)),
+    "strides": (strides, {"w": wide(4, 4)}, wide(3, 4)),
     "convolutions": (convolutions, {"first": wide(4, 3, 3, 3), "bias": wide(4), "second": wide(4, 2, 2, 2), "third": wide(4, 1, 3)}, wide(2, 3, 6, 6)),
     "in place beside literals": (in_place_beside_literals, {"w": wide(4, 2)}, wide(3, 4)),
 }
@@ -115,6 +143,87 @@ def test_recurrent_layers_train_as_pytorch(name):
     trains_as_pytorch(lambda p, x: torch.func.functional_call(module, p, (x,)), params, wide(3, 5, 3))
 
 
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "rms norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), nn.LayerNorm(4)), (3, 4)),
+    "attention": (lambda: Attention(), (3, 5, 4)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), (3, 5, 4)),
+    "cells": (lambda: Cells(), (3, 4)),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)), (2, 3, 6, 6)),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(4, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.rnn(x), self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_train_as_pytorch(name):
+    make, shape = MODULES[name]
+    module = make()
+    params = {k: v.detach().clone() for k, v in module.named_parameters()}
+    trains_as_pytorch(lambda p, x: torch.func.functional_call(module, p, (x,)), params, wide(*shape))
+
+
+LOSSES = [nn.CrossEntropyLoss(label_smoothing=0.1), nn.MSELoss(), nn.SmoothL1Loss(), nn.KLDivLoss(reduction="batchmean"), nn.BCEWithLogitsLoss()]
+
+
+def test_losses_that_are_modules_train_as_pytorch():
+    def losses(p: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        y, target = x @ p["w"], torch.softmax(x, -1)
+        return [torch.func.functional_call(loss, {}, (y, target)) for loss in LOSSES]
+
+    trains_as_pytorch(losses, {"w": wide(4, 4)}, wide(3, 4))
+
+
+# --- running statistics ---
+
+
+def test_a_batch_norm_on_clones_of_its_statistics_is_pytorchs():
+    """Bit for bit, in a block and outside one, recomputed or not; the leaves themselves are as they were."""
+
+    def layer(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One norm called twice, as a module that is shared, and then another."""
+        new = {name: p[name].clone() for name in ("mean", "var")}
+        for _ in range(2):
+            x = F.batch_norm(F.conv1d(x, p["w"]), new["mean"], new["var"], training=True, momentum=0.3).tanh()[:, :3]
+        other = {name: value.clone() for name, value in new.items()}
+        return F.instance_norm(x, other["mean"][:3], other["var"][:3], use_input_stats=True), {**new, **{f"other {k}": v for k, v in other.items()}}
+
+    params = {"mean": wide(4), "var": wide(4).square(), "w": wide(4, 3, 2)}
+    batch = wide(5, 3, 6) + 1
+    out, expected = layer(params, batch)  # which writes to its own clones
+    for f in (layer, fz.block(layer)):
+
+        def loss(p: Any, x: torch.Tensor, f: Any = f) -> tuple[torch.Tensor, Any]:
+            y, new = f(p, x)
+            return (y * x[:, :3, :4]).square().mean(), new
+
+        step = fz.train_step(loss, optim.sgd(0.1), has_aux=True, trainable=lambda path, leaf: "w" in path)
+        for transforms in ((), (fz.remat("full"),), (fz.remat("none"),), (fz.mixed_precision("bf16"),)):
+            train = fz.compile(fz.compose(*transforms)(step), fz.make_mesh(data=1), backend="eager")
+            state, metrics = train(train.init(params), batch)
+            exact = not (transforms and transforms[0].name == "mixed_precision")
+            assert torch.equal(state.params["mean"], params["mean"]) and torch.equal(state.params["var"], params["var"])
+            for name, running in expected.items():
+                assert torch.allclose(metrics["aux"][name].float(), running, rtol=0 if exact else 0.05, atol=0 if exact else 0.05), (name, transforms)
+            assert torch.allclose(metrics["loss"].float(), (out * batch[:, :3, :4]).square().mean(), rtol=1e-6 if exact else 0.05)
+            assert not torch.equal(state.params["w"], params["w"])
+
+
 # --- values that no argument makes ---
 
 
@@ -148,7 +257,7 @@ print([str(fz.lower(t(fz.train_step(loss, optim.sgd(0.1))), fz.AbstractMesh(data
 def test_stacked_parameters_are_one_program_in_every_process():
     """Views of parameters that several blocks take, in interpreters with other addresses and another hash seed."""
     printed = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         done = subprocess.run([sys.executable, "-c", STACKED, seed + "00"], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)

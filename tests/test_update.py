@@ -100,3 +100,23 @@ def test_alike_blocks_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
         fz.lower(step, fz.AbstractMesh(data=2), meta(models.gpt_init(fz.random.key(0), layers=layers)), meta_part(batches(1)[0], 2))
         counts.append(len(extracted))
     assert counts[0] == counts[1] > 2
+
+
+@pytest.mark.parametrize("transform", [fz.data_parallel, fz.shard_params])
+def test_an_optimizer_may_hand_its_state_back_as_it_came(transform: Any) -> None:
+    """Averages that are fixed from some step on, a schedule of one's own: a leaf of the state that no step changes is not written."""
+
+    def init(params: Any) -> Any:
+        return {"mu": fz.tree.map(torch.ones_like, params)}
+
+    def hands_back(grads: Any, state: Any, params: Any) -> Any:
+        return fz.tree.map(lambda g, mu: -0.1 * g * mu, grads, state["mu"]), state
+
+    keeps = optim.GradientTransformation(init, hands_back)
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), keeps)
+    params, batch = {"w": torch.ones(4, 3)}, torch.ones(6, 4)
+    assert fz.lower(transform(step), fz.AbstractMesh(data=2), params, batch).program.assigns == ("step", "params['w']")
+    want, _ = step(step.init(params), batch)
+    train = fz.compile(transform(step), fz.make_mesh(data=1), backend="eager")
+    got, _ = train(train.init(params), batch)
+    torch.testing.assert_close(train.gather(got).params, want.params)

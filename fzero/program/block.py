@@ -25,7 +25,7 @@ from fzero import compat, tree
 from fzero.errors import TraceError, message
 from fzero.program.ambient import Autocast, autocast, autocast_as, switches, without_autocast
 from fzero.program.names import Names
-from fzero.program.record import Recorded, Recorder, record
+from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
 from fzero.program.segment import Part
 from fzero.program.segment import signature as function_signature
 from fzero.program.settings import settings
@@ -133,7 +133,7 @@ class Blocks:
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
         constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        tensors = [_resolved(x) for x in flat if isinstance(x, torch.Tensor)]
         wrong = [p for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
@@ -147,8 +147,8 @@ class Blocks:
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_itself, _itself):  # not those of a checkpoint around the call
-                return _trace(body, name, tensors, num_params, self._mode, signature, _labels(fn, params, args, kwargs))
+            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
+                return _trace(body, name, tensors, num_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
@@ -169,6 +169,17 @@ class Blocks:
             *outputs, largest = outputs
             self.maxima.append(largest)
         return tree.unflatten(joint.structure, outputs)
+
+    def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
+        try:
+            names = list(inspect.signature(fn).parameters)
+        except (TypeError, ValueError):
+            names = []
+        trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
+        own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
+        leaves = [self._recorder.named(leaf) for _, leaf in own]
+        return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +207,7 @@ class _Body:
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
+        flat = [_resolved(x) for x in flat]
         return [*flat, _largest(flat)] if self.watch else flat, structure
 
 
@@ -221,7 +233,7 @@ class _Call(torch.autograd.Function):
         else:
             grads = _fresh(joint.graph.outputs[joint.num_outputs :])
             places = joint.graph.inputs[joint.num_inputs :]
-            seeds = [recorder.node(_laid_out_as(place.meta["val"], x)) for place, x in zip(places, given, strict=True)]
+            seeds = [recorder.node(_laid_out_as(place.meta["val"], _resolved(x))) for place, x in zip(places, given, strict=True)]
             recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
         for i, g in zip(joint.diff, grads, strict=True):
@@ -241,6 +253,17 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
     wanted = [outputs[i] for i in joint.diff_outputs]
     create_graph = torch.is_grad_enabled()
     return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
+
+
+def _of_results(graph: Recorded) -> Any:
+    """What a function's results are made by. An operation without results, such as the checks of torch.linalg, is none of that."""
+    merge_equal(graph.graph)
+    return Part(graph, graph.inputs, graph.outputs).signature
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """A value as what crosses a block's border is recorded: no view that stands for its conjugate or negative."""
+    return x.resolve_conj().resolve_neg()
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -291,12 +314,13 @@ def _trace(
                 with without_autocast():  # as PyTorch advises for any backward
                     grads = torch.autograd.grad([ys[i] for i in made["diff_outputs"]], [xs[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
                 made["diff"] = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
-                return [*ys, *(g for g in grads if g is not None)]
+                return [*ys, *(_resolved(g) for g in grads if g is not None)]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn)
-            part = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
-            if part.signature != function_signature(forward_alone):
+            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn, labels=labels)
+            both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
+            same = both.signature == _of_results(forward_alone)
+            if not same and both.signature != _of_results(functional(forward_alone, body.owner)):  # as the joint graph is where a backward writes in place
                 raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
             diff = made["diff"]
     count = sum(c is None for c in body.constants[:num_params])
@@ -319,18 +343,15 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
+def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = packed
+    if x._version != version:  # what autograd says of a tensor that it saved itself
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
     return x
-
-
-def _labels(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the block itself calls each tensor it is given: `p['w']`, `x`."""
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        names = []
-    trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
-    return [p for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
 
 
 _OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"

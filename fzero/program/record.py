@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import operator
-import traceback
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,15 +22,22 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
+from fzero.program import hidden
 from fzero.program.ambient import without_autocast
+from fzero.program.ctc import CTC
+from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
 from fzero.program.results import Results
 from fzero.program.settings import exact
+from fzero.program.storages import is_view
 
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
 _DEVICE = torch.ops.prim.device.default
+_VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
+_SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
+_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,21 +63,31 @@ class Recorded:
 class Recorder(compat.TorchDispatchMode):
     """Writes the operations that run inside it into an `fx.Graph`. `owner` names the traced function in errors."""
 
+    supports_higher_order_operators = True  # so that they come here, and are refused by name
+
     def __init__(self, owner: str, constants_from: Callable[..., Any] | None = None):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.mutates = False
-        self._owner = owner
+        self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
+        self.failure: Failure | None = None
+        self.owner = owner
+        self.in_place: dict[str, None] = {}  # lines with in-place operations
         self._source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
+        self._labels: dict[fx.Node, str] = {}
+        self._storages: dict[int, str] = {}  # of arguments
+        self._outside: FrameType | None = None  # the frame that traces
+        self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
         self._dtype = torch.get_default_dtype()
 
-    def input(self, tensor: torch.Tensor, name: str) -> fx.Node:
+    def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
         node = self.graph.placeholder(name)
         self.track(tensor, node)
+        self._labels[node] = self._storages[tensor.untyped_storage()._cdata] = label or name
         return node
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -87,11 +104,13 @@ class Recorder(compat.TorchDispatchMode):
     def node(self, tensor: torch.Tensor) -> fx.Node:
         found = self._nodes.get(id(tensor))
         if found is None:
+            if within(self._outside, "_higher_order_ops"):
+                self._refuse_functions("torch.cond, scan, while_loop or their like")
             raise TraceError(
                 message(
-                    self._owner,
+                    self.owner,
                     "reads a tensor that is not one of its arguments",
-                    [f"{self._where(tensor)}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"],
+                    self.here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
                 )
             )
@@ -104,30 +123,83 @@ class Recorder(compat.TorchDispatchMode):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
         return node
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
+        self._outside = sys._getframe(2)
+        try:
+            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self), Calls(self), self:
+                yield
+        finally:
+            self._outside = None
+
     def check_default_dtype(self) -> None:
         """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
         if torch.get_default_dtype() is not self._dtype:
             what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
-            raise TraceError(message(self._owner, what, fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)"))
+            raise TraceError(
+                message(self.owner, what, self.here(), fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)")
+            )
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
-        """The recorded function, with these results."""
+        """What was recorded, as a function with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
+    def finish_pure(self, outputs: Sequence[torch.Tensor]) -> Recorded:
+        """As `finish`, without in-place operations. Those on the arguments are an error that names them."""
+        if self.written:
+            changed = [f"{label}: {where}" if where else label for label, where in self.written.items()]
+            raise TraceError(message(self.owner, "changes its arguments in place", changed, _NEW_VALUE))
+        graph = self.finish(outputs)
+        return functional(graph, self.owner) if self.mutates else graph
+
+    def where(self) -> str | None:
+        """The user's line that runs, or whose backward does."""
+        number = compat.backward_of()
+        if number is None:
+            place = user_place(self._outside)
+            return line(place) if place else None
+        return self.backward_line(number)
+
+    def backward_line(self, number: int) -> str:
+        """The user's line whose backward an autograd node is."""
+        forward = self._lines.get(number)
+        return f"the backward of {line(forward)}" if forward else "PyTorch's backward"
+
+    def named(self, tensor: torch.Tensor) -> str | None:
+        """The argument that a tensor is, or is a view or a cast of."""
+        node = self._nodes.get(id(tensor))
+        while node is not None and node not in self._labels:
+            node = node.all_input_nodes[0] if node.target is aten._to_copy.default or (is_view(node) and node.all_input_nodes) else None
+        return self._labels[node] if node is not None else None
+
+    def _refuse_functions(self, name: str) -> None:
+        fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
+        raise TraceError(message(self.owner, f"uses an operator of functions, which a program has no line for ({name})", self.here(), fix))
+
+    def here(self, *lines: str) -> list[str]:
+        """The user's line, if it is known, and these."""
+        where = self.where()
+        return [*([where] if where else []), *lines]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not compat.is_operator(func):
+            self._refuse_functions(str(func))
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
             return func(*args, **kwargs)
         self.check_default_dtype()
         if compat.fx_tracing():
             fix = "use torch.func.jvp, which computes the same, in place of torch.func.linearize"
-            raise TraceError(message(self._owner, f"traces a function by torch.fx while being traced ({func})", fix=fix))
+            raise TraceError(message(self.owner, f"traces a function by torch.fx while being traced ({func})", self.here(), fix))
+        func = CTC.get(func, func)
         if _draws(func, args, kwargs):
             raise TraceError(
                 message(
-                    self._owner,
+                    self.owner,
                     f"draws from torch's global generator ({func})",
+                    self.here(),
                     fix="use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on every mesh and when recomputed",
                 )
             )
@@ -135,23 +207,38 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self._literal(args[0], out)
             return out
+        if func in hidden.REFUSED and _given(func, args, kwargs, hidden.REFUSED[func]):
+            text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
+            raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
+        if func in hidden.REWRITTEN:
+            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), self._overwrite, *args)
+            if results is not None:
+                return results
+        backward = compat.backward_of()
+        if backward is None and self._outside is not None:
+            number = compat.next_autograd_node() - 1
+            if number not in self._lines:
+                self._lines[number] = user_place(self._outside)
         node_args, node_kwargs = self._nodes_in((args, kwargs))
         try:
+            _check_dtypes(func, args)
             out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
-            raise TraceError(
-                message(
-                    self._owner,
-                    f"needs the value of a tensor while being traced ({func})",
-                    fix="choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors",
-                )
-            ) from error
+            of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
+            text = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
+            raise TraceError(message(self.owner, f"{text} ({func})", self.here(), _SHAPE if of_shape else _VALUE)) from error
+        except Exception as error:
+            note(self, error, func, (args, kwargs))
+            raise
+        if not _is_dense(out):
+            text = f"makes a tensor that is not dense ({func})"
+            raise TraceError(message(self.owner, text, self.here(), "keep to dense tensors, and to dense gradients: sparse=False"))
         if func in _SAME_VALUE:
             self._nodes[id(out)] = node_args[0]
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
-            self.mutates = True
+            self._write(_given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]))
         node = self.graph.call_function(func, node_args, node_kwargs)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
@@ -161,6 +248,21 @@ class Recorder(compat.TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.track(item, self.graph.call_function(operator.getitem, (node, i)))
         return out
+
+    def _write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remembers that these are overwritten."""
+        self.mutates = True
+        if compat.backward_of() is None:
+            self.in_place.update(dict.fromkeys(self.here()))
+        for tensor in tensors:
+            label = self._storages.get(tensor.untyped_storage()._cdata)
+            if label is not None:
+                self.written.setdefault(label, self.where())
+
+    def _overwrite(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Writes down `old.copy_(new)`, of which autograd, like PyTorch's, knows nothing."""
+        self._write([old])
+        self.track(old, self.graph.call_function(aten.copy_.default, (self.node(old), self.node(new))))
 
     def _nodes_in(self, value: Any) -> Any:
         """Arguments with tensors replaced by their nodes."""
@@ -183,56 +285,6 @@ class Recorder(compat.TorchDispatchMode):
             copy = value.clone()
         self.constant(name, copy, out)
 
-    def _where(self, tensor: torch.Tensor) -> str:
-        """The name under which the traced function reaches a tensor that is not its argument, as far as it can be found."""
-        found = _reached(self._source, tensor, set())
-        return found or "a tensor from its closure"
-
-
-def _reached(fn: Any, tensor: torch.Tensor, seen: set[int]) -> str | None:
-    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions that it calls."""
-    if id(fn) in seen:
-        return None
-    seen.add(id(fn))
-    ways: list[tuple[str, Any]] = []
-    if isinstance(fn, functools.partial):
-        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [(f"keyword {k} of the partial", v) for k, v in fn.keywords.items()]
-        ways.append(("", fn.func))
-    if hasattr(fn, "__wrapped__"):
-        ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
-    if hasattr(fn, "__self__"):
-        ways.append(("self", fn.__self__))  # pyright: ignore[reportAttributeAccessIssue]
-    code = getattr(fn, "__code__", None)
-    if code is not None:
-        variables = inspect.getclosurevars(getattr(fn, "__func__", fn))
-        ways += [(f"closure variable {k}", v) for k, v in variables.nonlocals.items()]
-        ways += [(f"global variable {k}", v) for k, v in variables.globals.items()]
-        ways += [(f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()]
-    for name, value in ways:
-        for path, x in _tensors(value):
-            if x is tensor:
-                return name + path
-    for _, value in ways:
-        if callable(value) and (hasattr(value, "__code__") or isinstance(value, functools.partial)):
-            inner = _reached(value, tensor, seen)
-            if inner:
-                of = getattr(value, "__name__", "a function")
-                return inner if of == getattr(fn, "__name__", "") else f"{inner} of {of}"
-    return None
-
-
-def _tensors(value: Any) -> list[tuple[str, Any]]:
-    """The tensors a variable holds: itself, leaves of a tree, attributes of an object."""
-    if isinstance(value, torch.Tensor):
-        return [("", value)]
-    if isinstance(value, torch.nn.Module):
-        return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
-    if isinstance(value, (dict, list, tuple)):
-        return list(zip(tree.paths(value), tree.leaves(value), strict=True))
-    if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
-        return []
-    return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]
-
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -246,32 +298,25 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def plainly(owner: str) -> Iterator[None]:
-    """Says in this house's words what torch says of a function that is not pure, or not deterministic: the function's own line, and a way out."""
-    try:
-        yield
-    except RuntimeError as error:
-        rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
-        if rule is None:
-            raise
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(f"/{package}/" in f.filename for package in ("torch", "fzero"))]
-        where = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
-        raise TraceError(message(owner, rule[0], where, rule[1])) from error
+def _check_dtypes(func: Any, args: Any) -> None:
+    """Raises what the devices raise of products of matrices of two dtypes, and fake tensors do not."""
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)} if func in _PRODUCTS else ()
+    if len(dtypes) > 1:
+        raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
 
 
-_IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
-_REFUSED = [
-    ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
-    ("mutate a captured Tensor", *_IN_PLACE),
-    (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
-    (
-        "does not have a deterministic implementation",
-        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
-        "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
-    ),
-]
-"""What torch says, what it means, and the fix."""
+_PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")}
+
+
+def _is_dense(result: Any) -> bool:
+    return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in (result if isinstance(result, (tuple, list)) else (result,)))
+
+
+def _given(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """The tensors that an operator is given for the arguments of these names."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    values = [given.get(name) for name in names]
+    return [x for value in values for x in tree.leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -291,13 +336,12 @@ def record(
     The graph is functional: in-place operations on values made inside are rewritten, in-place operations on the
     arguments are an error that names them, by `labels` where those differ from the names in the graph.
     """
-    versions = [x._version for x in inputs]
-    recorded, mutates = _record(fn, inputs, owner, names, source)
-    changed = [n for x, n, before in zip(inputs, labels or names, versions, strict=False) if x._version != before]
-    if changed:
-        raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead (x = x + y for x += y)"))
-    if mutates:
-        recorded = functional(recorded, owner)
+    recorder = Recorder(owner, source)
+    for i, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
+        recorder.input(tensor, name, labels[i] if i < len(labels) else None)
+    with recorder.recording():
+        outputs = fn(*inputs)
+    recorded = recorder.finish_pure(outputs)
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()
     return recorded
@@ -327,15 +371,6 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
             graph.erase_node(node)
 
 
-def _record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], owner: str, names: Sequence[str], source: Any) -> tuple[Recorded, bool]:
-    recorder = Recorder(owner, source)
-    for tensor, name in zip(inputs, names, strict=True):
-        recorder.input(tensor, name)
-    with torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder:
-        outputs = fn(*inputs)
-    return recorder.finish(outputs), recorder.mutates
-
-
 # --- without in-place operations ---
 
 torch.library.define("fzero::recorded_call", "(Tensor[] xs, int index) -> Tensor[]")
@@ -357,7 +392,7 @@ def functional(graph: Recorded, owner: str) -> Recorded:
         return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
 
     with torch.no_grad(), without_autocast(), again:
-        outputs = torch.func.functionalize(run)(*(n.meta["val"] for n in inputs), *literals)
+        outputs = compat.functionalized(run, [*(n.meta["val"] for n in inputs), *literals])
     return again.finish(outputs)
 
 

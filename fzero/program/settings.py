@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -181,6 +182,8 @@ class _Walk:
             return self._fact((kind, repr(x)), path)
         if isinstance(x, torch.Tensor):
             return self._tensor(x, path)
+        if isinstance(x, weakref.ref):  # which equal each other as what they refer to does, and tensors do by values
+            return self._visit(x(), path)
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._alive):
             return self._fact(("again", number), path)
@@ -241,6 +244,9 @@ class _Walk:
 
     def _context(self, x: contextvars.ContextVar, path: str) -> None:
         self._todo.append((x.get(None), path or x.name))
+
+    def _reference(self, x: weakref.ref, path: str) -> None:
+        self._todo.append((x(), path))  # two references compare what they refer to
 
     def _mapping(self, x: Any, path: str) -> None:
         self._fact((type(x), "of", len(x)), path)
@@ -319,6 +325,7 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (functools.partial, _Walk._partial),
     (types.ModuleType, _Walk._module),
     (contextvars.ContextVar, _Walk._context),
+    (weakref.ref, _Walk._reference),
     (type, _Walk._class),
     ((dict, types.MappingProxyType), _Walk._mapping),
     ((list, tuple, collections.deque), _Walk._sequence),

@@ -9,13 +9,15 @@ under, memory or not.
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.program.record import Recorded
+
+if TYPE_CHECKING:
+    from fzero.program.record import Recorded
 
 aten = torch.ops.aten
 

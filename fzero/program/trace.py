@@ -15,12 +15,11 @@ import torch
 import torch.fx as fx
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
 from fzero.layout import Leaf
 from fzero.program.block import Blocks, Joint, call_block, call_vjp
 from fzero.program.ir import Function, Line, Value
 from fzero.program.names import Names
-from fzero.program.record import Recorded, Recorder, functional, plainly
+from fzero.program.record import Recorded, Recorder
 from fzero.program.segment import ancestors, extract, signature, views_of
 
 
@@ -78,18 +77,12 @@ def run_traced(
     recorder = Recorder(owner, source)
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
-        recorder.input(fake, f"in_{i}").meta["name"] = name
-    versions = [f._version for f in fakes]
+        recorder.input(fake, f"in_{i}", name).meta["name"] = name
     blocks = Blocks(recorder, mode, casts, watch)
-    with mode, torch.autograd.set_multithreading_enabled(False), plainly(owner), recorder, blocks.active():
-        outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]
-    changed = [name for f, v, (name, _, _) in zip(fakes, versions, inputs, strict=True) if f._version != v]
-    if changed:
-        raise TraceError(message(owner, "changes its arguments in place", changed, "return the new value instead"))
-    graph = recorder.finish(outputs)
-    if recorder.mutates:
-        with mode:
-            graph = functional(graph, owner)
+    with mode:
+        with recorder.recording(), blocks.active():
+            outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]
+        graph = recorder.finish_pure(outputs)
     graph.graph.eliminate_dead_code()
     return graph
 

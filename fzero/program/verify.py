@@ -56,6 +56,7 @@ class _Checker:
         self.known: dict[str, Value] = {}
         self.started: dict[str, Line] = {}
         self.written: set[str] = set()
+        self.kept: set[str] = set()  # leaves that an optimizer not yet cut hands back as they came
         self.carried: set[str] = set()  # copies made of what was written
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
         self.guessed: set[str] = set()  # leaves that were written on a guess
@@ -137,7 +138,7 @@ class _Checker:
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
-            elif name not in self.program.assigns and self.program.leaves[name].role != "compute":
+            elif name not in {*self.program.assigns, *self.kept} and self.program.leaves[name].role != "compute":
                 self.problems.append(f"{name} is written, but the step does not assign it")
         self.problems += [f"{name} is never written, but the step assigns it" for name in self.program.assigns if name not in self.written]
         for name in sorted(self.written & set(self.aliases)):
@@ -317,6 +318,8 @@ class _Checker:
     def _update(self, line: Line, args: list[Value]) -> None:
         """The whole optimizer, in a program that is not cut yet: places for the arguments, a result for each leaf it writes and each value it makes."""
         graph = line.attrs["graph"]
+        comes = dict(zip(graph.inputs, line.args, strict=False))
+        self.kept |= {leaf for leaf, node in zip(line.writes, graph.outputs, strict=False) if comes.get(node) == leaf}
         counts = len(args), len(line.writes) + len(line.out)
         if counts != (len(graph.inputs), len(graph.outputs)):
             self._bad(line, f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}")

@@ -1,0 +1,54 @@
+"""Operators that write to their arguments though their schema denies it, as a functional operator and a copy to each argument, which say so.
+
+PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and `instance_norm` end in one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Do = Callable[..., Any]
+"""Runs an operator: `do(op, *args)`."""
+Overwrite = Callable[[torch.Tensor, torch.Tensor], None]
+"""`overwrite(old, new)`: from here on the one has the other's values."""
+
+
+def _native(do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+    if not training or mean is None or var is None:
+        return None
+    *results, new_mean, new_var = do(aten._native_batch_norm_legit_functional.default, x, weight, bias, mean, var, training, momentum, eps)
+    return _written(overwrite, results, (mean, new_mean), (var, new_var))
+
+
+def _of_a_library(
+    do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, num_results: int
+) -> Any:
+    """cuDNN's and MIOpen's, which this operator calls under the same conditions."""
+    if not training or mean is None or var is None:
+        return None
+    *results, new_mean, new_var = do(aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps)
+    return _written(overwrite, results[:num_results], (mean, new_mean), (var, new_var))
+
+
+def _written(overwrite: Overwrite, results: Any, *values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    for old, new in values:
+        overwrite(old, new)
+    return tuple(results)
+
+
+REWRITTEN: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _native,
+    aten.cudnn_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=4),
+    aten.miopen_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=3),
+}
+"""`rule(do, overwrite, *args)`: the operator's results; None where it writes nothing."""
+
+REFUSED = {
+    aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),
+    aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
+}
+"""Operators without a functional form, and the arguments that they overwrite where these are given."""
