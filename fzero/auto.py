@@ -1,25 +1,35 @@
 """offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
 
-[Note: ladders] A ladder is an order in which roles leave the device, each for its tier. What does not fit is moved rung by rung: the roles before in whole,
-and of the last one as little as will do, in steps of 1/8, found by bisection. Of what is on disk, as much as there is room for comes back to the host. Each
-ladder ends at its first rung that fits, taken with that share and with all of its roles: some updates are quicker when all that they read is in one place.
-Of what the ladders come to, the plan says which is fastest.
+[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles before in whole, and a part of the last
+one. Of what is on disk a part may be on the host instead.
+
+[Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (fzero/bounds.py): the bytes that rest, the
+gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for those that are expected not to fit, by
+what programs alike took besides the least; until none that is left can be faster, or so many lines were made that more would take too long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fzero.budget import ENDS, FEW, Budget, Choice, filling, share_of
+from fzero.bounds import Least, Rests, sizes_of
+from fzero.budget import ENDS, FEW, GAIN, Budget, Choice, filling, share_of
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.program.ir import Program
+from fzero.progress import Progress
 from fzero.schedule.plan import Decision, Plan, peak_bytes, plan, step_seconds
 from fzero.transforms.offload import ROLES, Offload
+from fzero.transforms.tiers import GRADS
 from fzero.units import duration, size
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
+MOST_LINES = 12_000  # of all programs that are made
+MOST_TRIED = 32  # programs
+LAST_TRIED = 8  # and of those that are not expected to fit, but might, if nothing did
 
 _STATE = ("opt_state", "params")  # of the same leaves
 _ON_HOST = (
@@ -68,7 +78,7 @@ class _Share:
 Shares = tuple[_Share, ...]
 
 
-def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool) -> tuple[Records, Decision]:
+def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None = None) -> tuple[Records, Decision]:
     """The records that take the place of an `offload("auto")`, and why.
 
     Args:
@@ -77,11 +87,12 @@ def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, uni
         auto: the record.
         budget: to fit.
         unified: whether host and device are one memory: then nothing is sent to the host.
+        progress: is told how far the search is.
 
     Raises:
         BudgetError: nothing fits, with what the least of each ladder takes of every tier.
     """
-    return _Search(build, least, auto, budget, unified).run()
+    return _Search(build, least, auto, budget, unified, progress).run()
 
 
 def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
@@ -103,23 +114,37 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 
 class _Search:
-    def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool):
-        self.build, self.least, self.auto, self.budget, self.unified = build, least, auto, budget, unified
+    def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None):
+        self.build, self.least, self.auto, self.budget, self.unified, self.progress = build, least, auto, budget, unified, progress
         self.variants: dict[Shares, Variants] = {}
-        self.peaks: dict[tuple[Shares, float], Peaks] = {}
+        self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
+        self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
+        self.besides: dict[Any, tuple[float, float]] = {}  # bytes of device and host that programs took besides the least
+        self.num_lines = 0  # of the programs that were made
 
     def run(self) -> tuple[Records, Decision]:
-        if self._fits(()):
+        if self._try((), self.least):
             return (), Decision("offload", "nothing", "the step fits as it is")
-        found: dict[Shares, float] = {}
-        for ladder in self._ladders():
-            for shares in self._climb(ladder):
-                found[shares] = self._seconds(shares)
-        if not found:
-            raise self._unmet()
-        best, *others = sorted(found, key=lambda shares: found[shares])
-        why = "; ".join([f"{duration(found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(found[o])}" for o in others[:2])])
-        return self._records(best), Decision("offload", _names(best), why)
+        asked = self._everything()
+        program = self._variants(asked).cut(self.least)
+        self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
+        bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
+        tried = set[tuple[Shares, Choice]]()
+        for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
+            enough = self.num_lines > MOST_LINES or len(self.peaks) > MOST_TRIED
+            if enough or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
+                break
+            if not self._expected(candidate, bounds[candidate]):
+                tried.add(candidate)
+                self._try(*candidate, bounds[candidate])
+        if not self.found:  # programs differ in what they take besides the least
+            able = [c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)]
+            able.sort(key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely))
+            if not any(self._try(*candidate, bounds[candidate]) for candidate in able[:LAST_TRIED]):
+                raise self._unmet(bounds)
+        best, *others = sorted(self.found, key=lambda shares: self.found[shares])
+        why = [f"{duration(self.found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])]
+        return self._records(best), Decision("offload", _names(best), "; ".join(why))
 
     def _ladders(self) -> list[Ladder]:
         """Without the roles that may not be moved, and the tiers that are not there."""
@@ -130,67 +155,79 @@ class _Search:
             found[tuple((roles, tier) for roles, tier in asked if roles and tier in able)] = None
         return list(found)
 
-    def _climb(self, ladder: Ladder) -> Iterator[Shares]:
-        """The first rung of a ladder that fits, with as little of it as will do and with all, and with what the host has room for on the host."""
-        below: Shares = ()
-        for roles, tier in ladder:
-            whole = (*below, _Share(roles, tier, FINEST))
-            if self._over(0, whole):
-                below = whole
-                continue
-            n = _least(FINEST, lambda n: not self._over(0, (*below, _Share(roles, tier, n))))  # noqa: B023
-            for shares in dict.fromkeys([(*below, _Share(roles, tier, n)), whole]):
-                yield from self._with_back(shares)
-            return
+    def _layouts(self) -> list[Shares]:
+        """The rungs of all ladders, and of what is on disk more and more on the host instead."""
+        found: dict[Shares, None] = {}
+        for ladder in self._ladders():
+            below: Shares = ()
+            for roles, tier in ladder:
+                for n in range(1, FINEST + 1):
+                    shares = (*below, _Share(roles, tier, n))
+                    found[shares] = None
+                    for i, share in enumerate(shares):
+                        if share.tier == "nvme" and not self.unified and self.budget.host is not None:
+                            found.update(((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None) for k in range(1, share.eighths + 1))
+                below = shares
+        return list(found)
 
-    def _with_back(self, shares: Shares) -> Iterator[Shares]:
-        if self._fits(shares):
-            yield shares
-        for i, share in enumerate(shares):
-            if share.tier == "nvme" and not self.unified and self.budget.host is not None:
-                with_ = lambda n, i=i, share=share: (*shares[:i], replace(share, back=n), *shares[i + 1 :])  # noqa: E731
-                n = share.eighths - _least(share.eighths, lambda less: not self._over(1, with_(share.eighths - less)))  # noqa: B023
-                if n and self._fits(with_(n)):
-                    yield with_(n)
+    def _everything(self) -> Shares:
+        """All that may leave the device."""
+        state = tuple(role for role in _STATE if role in self.auto.of)
+        tier = "nvme" if self.unified else "cpu"
+        activations = (_Share(("activations",), "cpu", FINEST),) if "activations" in self.auto.of and not self.unified else ()
+        return (*((_Share(state, tier, FINEST),) if state else ()), *activations)
 
     # --- what a choice takes ---
 
     def _records(self, shares: Shares) -> Records:
         return tuple(record for share in shares for record in share.records(self.auto))
 
-    def _program(self, shares: Shares, on_host: float) -> Program:
-        return self._variants(shares)(replace(self.least, host_share=on_host))
-
     def _variants(self, shares: Shares) -> Variants:
         if shares not in self.variants:
             self.variants[shares] = self.build(self._records(shares))
         return self.variants[shares]
 
-    def _peaks(self, shares: Shares, on_host: float) -> Peaks:
-        if (shares, on_host) not in self.peaks:
-            self.peaks[shares, on_host] = peak_bytes(self._program(shares, on_host), self.budget.device, self.budget.backend)
-        return self.peaks[shares, on_host]
+    def _ways(self, shares: Shares) -> list[Choice]:
+        """Where updates may run and gradients wait: all updates on the host, or, if that is open, none; what lies between is looked at afterwards."""
+        state = any("opt_state" in share.roles for share in shares)
+        open_side = state and not self.unified and self.auto.update_on == "auto"
+        kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        return [replace(self.least, host_share=share, grads=grads) for share in (ENDS if open_side else ENDS[:1]) for grads in kinds]
 
-    def _ends(self, shares: Shares) -> tuple[float, ...]:
-        """How much of the updates may run on the host: all, or, if that is open, nothing. What lies between is looked at afterwards."""
-        return ENDS if self._variants(shares).open_side else ENDS[:1]
+    def _bound(self, shares: Shares, way: Choice) -> Least:
+        of = dict.fromkeys(ROLES, (0.0, 0.0))
+        for share in shares:
+            on_host = share.back if share.tier == "nvme" else share.eighths
+            of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
+        on_host = way.host_share > 0 and self.auto.update_on != "device"
+        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device)
 
-    def _fitting(self, shares: Shares) -> list[float]:
-        return [on_host for on_host in self._ends(shares) if not self.budget.over(self._peaks(shares, on_host))]
+    def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
+        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
+        shares, way = candidate
+        device, host = self.besides.get(_kind(shares, way)) or self.besides.get(way) or (0.0, 0.0)
+        return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
-    def _fits(self, shares: Shares) -> bool:
-        return bool(self._fitting(shares))
+    def _try(self, shares: Shares, way: Choice, bound: Least | None = None) -> bool:
+        """Whether a program fits, which is made for it; the seconds of one that does."""
+        program, device, backend = self._variants(shares)(way), self.budget.device, self.budget.backend
+        peaks = self.peaks[shares, way] = peak_bytes(program, device, backend)
+        self.num_lines += len(program.lines)
+        if bound is not None:
+            self.besides[way] = self.besides[_kind(shares, way)] = peaks[0] - bound.device, peaks[1] - bound.host
+        if fits := not self.budget.over(peaks):
+            self.found[shares] = min(self.found.get(shares, math.inf), step_seconds(program, device, backend))
+        if self.progress is not None:
+            best = min(self.found, key=lambda shares: self.found[shares], default=None)
+            self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
+        return fits
 
-    def _over(self, tier: int, shares: Shares) -> bool:
-        """Whether it takes too much of the device (0) or the host (1). On the host an update takes less of the device."""
-        limit, ends = self.budget.limits[tier], self._ends(shares)
-        return limit is not None and all(self._peaks(shares, on_host)[tier] > limit for on_host in (ends if tier else ends[:1]))
-
-    def _seconds(self, shares: Shares) -> float:
-        programs = [self._program(shares, on_host) for on_host in self._fitting(shares)]
-        return min(step_seconds(program, self.budget.device, self.budget.backend) for program in programs)
-
-    def _unmet(self) -> BudgetError:
+    def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:
+        known = {frozenset(s.tier for s in shares) for shares, _ in self.peaks}
+        for candidate in sorted(bounds, key=lambda c: bounds[c].peaks):  # what takes least of the device, on tiers that nothing was tried on
+            if (used := frozenset(s.tier for s in candidate[0])) not in known:
+                known.add(used)
+                self._try(*candidate, bounds[candidate])
         over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):
@@ -201,7 +238,8 @@ class _Search:
             needs = [f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "") for where, need, limit in limits if need]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
             if over[shares][1][0] > (self.budget.nbytes or 0):
-                program = self._program(shares, ENDS[0])
+                way = min((way for tried, way in self.peaks if tried == shares), key=lambda way: self.peaks[shares, way])
+                program = self._variants(shares)(way)
                 plans.append((program, plan(program, self.budget.device, backend=self.budget.backend)))
                 problems += [f"  {line}" for line in filling(*plans[-1])]
         fixes = ["raise a budget"] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)', "raise a budget"]
@@ -211,13 +249,9 @@ class _Search:
         return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes)))
 
 
-def _least(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest number from 1 on that fits, by bisection, if `most` does: more takes less."""
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+def _kind(shares: Shares, way: Choice) -> Any:
+    """What those have in common that take as much besides the least."""
+    return way, tuple((share.roles, share.tier, 0 < share.back) for share in shares)
 
 
 def _names(shares: Shares) -> str:

@@ -39,13 +39,14 @@ SAME = 1e-3  # predictions that differ by less are the same
 @dataclass(frozen=True)
 class Choice:
     """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up whole and are reduced once a step, or not,
-    `because`; `host_share`: how much of what rests off the device is updated on the host, by bytes, `share_because`; `guess`: the tiers whose leaves
-    are updated on a guess (fzero/program/guess.py)."""
+    `because`; `host_share`: how much of what rests off the device is updated on the host, by bytes, `share_because`; `grads`: which
+    gradients wait in host memory (`waiting_on_host` of transforms/tiers.py); `guess`: the tiers whose leaves are updated on a guess (program/guess.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
     order: Order = field(default_factory=Order)
     host_share: float = 1.0
+    grads: str = "update"
     guess: tuple[str, ...] = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
@@ -190,6 +191,10 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
         out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
         out.append(Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together"))
+    if choice.grads != "update":
+        where = "host" if choice.grads == "host" else "device"
+        why = "wherever their update runs: the device has no room for them" if where == "host" else "sums over micro-batches: it is faster"
+        out.append(Decision("gradients wait", f"on the {where}", why))
     if choice.guess:
         why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again if that changes it"
         out.append(Decision("update", "on a guess", why))

@@ -41,6 +41,7 @@ from fzero.program.trace import Inputs
 from fzero.program.training import Precision, Training
 from fzero.program.verify import verify
 from fzero.program.watch import Watched
+from fzero.progress import Progress
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
@@ -171,10 +172,16 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
         choice = fastest(variants, shared, budget) or least
         return _fitting(lowered(variants.verified(choice), choice=choice))
-    chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in starts]
-    choice = fastest(variants, [c for c in chosen if c is not None], budget)
+
+    def best(grads: Sequence[str]) -> Choice | None:
+        asked = (replace(start, grads=where) for start in starts for where in grads)
+        chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in asked]
+        return fastest(variants, [c for c in chosen if c is not None], budget)
+
+    *sooner, last = variants.grads(least)
+    choice = (best(sooner) if sooner else None) or best([last])
     if choice is None:
-        program = variants.verified(least)
+        program = variants.verified(replace(least, grads=last))
         found = plan(program, budget.device, backend=budget.backend)
         advice = _advice(step, mesh, params, batch, budget, found) if found.peak_bytes > budget.nbytes else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
@@ -269,6 +276,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     inputs = params_inputs(left, mesh, params)
     traced = _traced(left, mesh, inputs, batch, precision_of(step))  # with whatever may rest elsewhere
     mirrored = mirrors(traced.opt_state.leaves, inputs)
+    with_copies: dict[tuple[str, ...], Program] = {}
 
     def with_(records: Sequence[Offload]) -> Step:
         return replace(left, transforms=tuple(sorted((*left.transforms, *records), key=lambda t: (t.order, str(t)))))
@@ -279,11 +287,20 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
         on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
         on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
-        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in traced.base.leaves.items()}
-        base = replace(traced.base, leaves=leaves, transforms=asked.transforms)
-        return traced.variants.like(_with_copies(base, asked, mesh, rests))
+        copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
+        on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
+        if tuple(copies) not in with_copies:
+            with_copies[tuple(copies)] = verify(compute.rewrite(traced.base, copies))
+        program = with_copies[tuple(copies)]
+        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in program.leaves.items()}
+        return traced.variants.like(replace(program, leaves=leaves, transforms=asked.transforms))
 
-    records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory)
+    progress = Progress("fzero.offload('auto')") if not isinstance(mesh, Mesh) or mesh.rank == 0 else None
+    try:
+        records, decision = choose_tiers(build, _least(left, budget)[0], auto, budget, mesh.unified_memory, progress)
+    finally:
+        if progress is not None:
+            progress.close()
     return with_(records), (decision,)
 
 

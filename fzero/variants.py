@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fzero.budget import Choice
+from fzero.budget import ENDS, Choice
+from fzero.layout import TIERS as TIERS_OF_LEAVES
 from fzero.program.early import early
 from fzero.program.guess import TIERS, guess, num_guessable
 from fzero.program.ir import Program
@@ -32,6 +33,7 @@ class Variants:
     """The finished program of each choice.
 
     Attributes:
+        base: what all are made from.
         open_side: whether it is open on which side what rests off the device is updated.
 
     Args:
@@ -42,33 +44,49 @@ class Variants:
     """
 
     def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):
-        self._base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
+        self.base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
         self._blocks: dict[Any, Choices] = {}
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
         self._finished: dict[Any, Program] = {}
+        self._cut: dict[Any, tuple[Program, ...]] = {}
+        self._shared: dict[Any, tuple[Program, tuple[Program, ...]]] = {}  # with the base of each, whose lines must stay what they are
         self.open_side = tiers.leaves_side_open(base)
 
     def guesses(self, least: Choice) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be."""
-        off = {leaf.layout.tier for leaf in self._base.leaves.values()} - {"device"}
+        off = {leaf.layout.tier for leaf in self.base.leaves.values()} - {"device"}
         counts = [0, *(num_guessable(self._stages(least)[-1], tiers) if off else 0 for tiers in TIERS)]
         return [replace(least, guess=tiers) for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False) if more > fewer]
 
+    def grads(self, least: Choice) -> list[str]:
+        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least of the device's memory."""
+        program, found = self._stages(least)[-1], dict[Any, str]()
+        for grads in tiers.GRADS:
+            waiting = [tiers.waiting_on_host(program, tiers.updated_on_device(program, share), grads) for share in ENDS]
+            if tuple(waiting) not in found or grads == "update":
+                found[tuple(waiting)] = grads
+        return list(found.values())
+
     def like(self, base: Program) -> Variants:
-        """Those of another base program with the same blocks."""
+        """Those of another base program with the same blocks: what comes to the same is worked out once for all of them."""
         out = Variants(base, self._zero, self._num_micro, self._batch)
-        out._blocks = self._blocks
+        out._blocks, out._shared = self._blocks, self._shared
         return out
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
         program = self._stages(choice)[-1]
         on_device = tiers.updated_on_device(program, choice.host_share)
-        key = (*self._key(choice), choice.order, on_device, choice.guess)
+        waiting = tiers.waiting_on_host(program, on_device, choice.grads)
+        key = (*self._key(choice), choice.order, on_device, waiting, choice.guess)
         if key not in self._finished:
-            self._finished[key] = finished(program, choice.order, on_device, choice.guess)
+            self._finished[key] = finished(program, choice.order, on_device, choice.guess, waiting)
         return self._finished[key]
+
+    def cut(self, choice: Choice) -> Program:
+        """The program of a choice before copies between tiers are placed: in the order of its lines."""
+        return self._stages(choice)[-1]
 
     def verified(self, choice: Choice) -> Program:
         """The program of a choice, with each that it came from verified."""
@@ -78,12 +96,22 @@ class Variants:
             return check(verify(self(choice)))
 
     def _key(self, choice: Choice) -> tuple[Any, bool]:
-        return remat.kept(self._base, choice.remat, self._blocks), choice.whole_grads
+        return remat.kept(self.base, choice.remat, self._blocks), choice.whole_grads
 
     def _stages(self, choice: Choice) -> tuple[Program, ...]:
+        key = self._key(choice)
+        if key not in self._cut:
+            shared = (id(self.base.lines), self._apart(), key)
+            if shared not in self._shared:
+                self._shared[shared] = self.base, self._made(choice)
+            leaves = {"leaves": self.base.leaves, "transforms": self.base.transforms}
+            self._cut[key] = tuple(program if program.leaves is self.base.leaves else replace(program, **leaves) for program in self._shared[shared][1])
+        return self._cut[key]
+
+    def _made(self, choice: Choice) -> tuple[Program, ...]:
         kept, whole = key = self._key(choice)
         if kept not in self._looped:
-            program = remat.rewrite(self._base, choice.remat, self._blocks)
+            program = remat.rewrite(self.base, choice.remat, self._blocks)
             self._looped[kept] = program, accumulate.rewrite(program, self._num_micro, self._batch)
         if key not in self._spread:
             program = spread.rewrite(self._looped[kept][1], self._zero, whole)
@@ -91,7 +119,15 @@ class Variants:
             self._spread[key] = program, (before and cut_as(program, *before)) or cut_update(program)
         return *self._looped[kept], *self._spread[key]
 
+    def _apart(self) -> tuple[int, ...]:
+        """For each leaf which of the tiers that there are it is on: an update is cut alike whichever tiers those are."""
+        numbers = [TIERS_OF_LEAVES.index(leaf.layout.tier) for leaf in self.base.leaves.values()]
+        present = sorted({*numbers})
+        return tuple(map(present.index, numbers))
 
-def finished(program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = ()) -> Program:
+
+def finished(
+    program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = (), waiting: frozenset[str] = frozenset()
+) -> Program:
     """A program whose update is cut, that of leaves on some tiers on a guess, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device, waiting), choice)))

@@ -148,7 +148,7 @@ def test_a_host_budget_decides() -> None:
     num = sum(x.numel() for x in tree.leaves(wide))
     assert not guesses(unsaid.program)
     assert guesses(roomy.program)
-    assert 8 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 9 * num, "12 bytes of copies, but no gradient waits there"
+    assert 12 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 13 * num, "12 bytes of copies; gradients wait there for a redo, too"
     assert roomy.plan.step_seconds < unsaid.plan.step_seconds
     assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
     assert not guesses(lower(roomy.plan.host_peak_bytes - 1).program)

@@ -345,7 +345,7 @@ def test_of_what_fits_auto_takes_the_fastest() -> None:
 
 def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all() -> None:
     make = functools.partial(lowered, device="h100", width=64, layers=12)
-    step, budget = fz.offload("auto", "opt_state", path="/scratch"), int(0.85 * make().plan.peak_bytes)
+    step, budget = fz.offload("auto", "opt_state", path="/scratch", update_on="host"), int(0.85 * make().plan.peak_bytes)
     whole = make(step, memory_budget=budget)
     assert whole.plan.disk_bytes == 0 < whole.plan.host_resting_bytes
     room = int(0.95 * make(fz.offload("cpu", fraction=0.375, update_on="host")).plan.host_peak_bytes)

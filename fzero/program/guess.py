@@ -29,8 +29,8 @@ def guess(program: Program, tiers: Sequence[str]) -> Program:
 
     The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly ever be right.
 
-    Cost: gradients stay until the end of the step, as without; of leaves that are updated on a guess and do not rest on disk a copy, made before the update. On
-    disk twice the bytes at rest, and a wrong guess reads and writes them twice. No communication.
+    Cost: gradients wait until the end of the step, as without (transforms/tiers.py says where); of leaves that are updated on a guess and do not rest on
+    disk a copy, made before the update. On disk twice the bytes at rest, and a wrong guess reads and writes them twice. No communication.
     """
     return _Guess(program, tiers).run() if tiers else program
 

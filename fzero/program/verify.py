@@ -339,7 +339,7 @@ class _Checker:
         on_host = (
             line.attrs.get("on") == "host"
             if line.op in ("call", "buffer")
-            else bool(args) and line.op in ("cast", "take_shard", "assign") and args[0].tier == "host"
+            else bool(args) and line.op in ("cast", "take_shard", "assign", "accumulate") and args[0].tier == "host"
         )
         reads, writes = from_to(line) if line.op in COPIES else ("host", "host") if on_host else ("device", "device")
         num = len(line.writes) if line.op in COPIES else 0

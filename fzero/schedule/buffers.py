@@ -98,7 +98,7 @@ class _Placer:
 
     def _total(self, number: int, value: Value, span: Interval | None) -> None:
         """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
-        region = self._region()
+        region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
         assert span is not None
         region.times.append((span[0], self.uses.last(value.name)))

@@ -149,7 +149,8 @@ def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float
     """What a line that the host computes reads and writes there."""
     if line.op == "call":
         return cost_of(program.functions[line.fn], backend).bytes
-    return float(sum(local_bytes(program.values_by_name[n], program.mesh) for n in (*line.args, *(v.name for v in line.out))))
+    touched = (*line.args, *(v.name for v in line.out for _ in range(2 if line.op == "accumulate" else 1)))  # a total is read and written
+    return float(sum(local_bytes(program.values_by_name[n], program.mesh) for n in touched))
 
 
 def channel(line: Line) -> str | None:

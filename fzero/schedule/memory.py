@@ -31,7 +31,11 @@ class Sample(NamedTuple):
     line: int
     turn: int
     by_role: tuple[int, ...]
-    host: int = 0
+    host_by_role: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> int:
+        return sum(self.host_by_role)
 
     @property
     def total(self) -> int:
@@ -79,16 +83,15 @@ class _Memory:
         self.names: dict[str, tuple[_Storage, ...]] = {}
         self.references: dict[_Storage, int] = {}
         self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
-        self.pooled = 0  # bytes of the pool that something lies in
-        self.alive = dict.fromkeys(ROLES, 0)
-        self.on_host = program.host_pool_bytes
+        self.pooled = [0, 0]  # bytes of the device's pool that something lies in, and of the host's
+        self.alive = (dict.fromkeys(ROLES, 0), dict.fromkeys(ROLES, 0))
         self.number = -1
         for value in program.inputs:
             leaf = program.leaves.get(value.name)
             nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
             self._hold(value.name, (_Storage(0 if value.tier == "disk" else nbytes, self.roles[value.name], on_host=self._on_host(value)),))
         for function in program.functions.values():
-            self.alive["other"] += sum(x.nbytes for x in function.graph.constants.values())
+            self.alive[0]["other"] += sum(x.nbytes for x in function.graph.constants.values())
 
     def run(self) -> Iterator[Sample]:
         return self._lines(self.program.lines, 0)
@@ -108,17 +111,15 @@ class _Memory:
                 self._release(name)
 
     def _sample(self, line: Line, turn: int) -> Sample:
-        now, on_host = dict(self.alive), self.on_host
+        now = [dict(alive) for alive in self.alive]
         inside = self.temporaries[line.fn] if line.op == "call" else 0
         if line.op == "cast" and len(line.args) > 1:  # what is rounded to 8 bits, in the dtype that it goes through and in float32
             through = line.attrs["through"]
             inside = local_bytes(line.out[0], self.program.mesh) * (4 + (through != self.values[line.args[0]].dtype) * through.itemsize)
-        if line.attrs.get("on") == "host" and not self.program.mesh.unified_memory:
-            on_host += inside
-        else:
-            now["temporaries"] += inside
-        now["idle_pool"] = self.program.pool_bytes - self.pooled
-        return Sample(self.number, turn, tuple(now[role] for role in ROLES), on_host)
+        now[line.attrs.get("on") == "host" and not self.program.mesh.unified_memory]["temporaries"] += inside
+        for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
+            now[arena]["idle_pool"] = nbytes - self.pooled[arena]
+        return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
 
     def _on_host(self, value: Value) -> bool:
         return value.tier == "host" and not self.program.mesh.unified_memory
@@ -139,11 +140,8 @@ class _Memory:
                 self._count(storage, -1)
 
     def _count(self, storage: _Storage, sign: int) -> None:
-        if storage.on_host:
-            self.on_host += 0 if storage.pooled else sign * storage.nbytes  # its pool is there all along
-        else:
-            self.alive[storage.role] += sign * storage.nbytes
-            self.pooled += sign * storage.nbytes * storage.pooled
+        self.alive[storage.on_host][storage.role] += sign * storage.nbytes
+        self.pooled[storage.on_host] += sign * storage.nbytes * storage.pooled
 
     # --- what a line makes ---
 

@@ -48,7 +48,7 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
         lines = _raise(lines, {_GATHER}, state, choice.ahead)
         if not program.mesh.unified_memory:
             lines = _raise(lines, {"to_device_start"}, state, choice.ahead)
-            lines = _raise(lines, {"to_host_start"}, state, len(lines))
+            lines = _raise(lines, {"to_host_start"}, state, choice.ahead, at_once=True)
         lines = _raise(lines, {"disk_read_start"}, state, choice.ahead)
         return tuple(_pair_updates(_sink_waits(lines)))
 
@@ -159,8 +159,9 @@ _CARRIED = {"cast", "wait", *COPIES}
 """What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
 
 
-def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) -> list[Line]:
-    """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made.
+def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, at_once: bool = False) -> list[Line]:
+    """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; if that is `at_once`,
+    to there however far it is, unless all that it moves are leaves.
 
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
     that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
@@ -199,7 +200,8 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
             counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
             if reader is not None and _is_update(reader):  # the first ones start before blocks
                 counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
-            left = before + 1 if written else min(ahead, before)  # of those counted, how many it may start before
+            far = written or (at_once and not state.issuperset(line.args))
+            left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
             while out and left and id(out[-1]) not in needed:
@@ -214,7 +216,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int) 
             out.append(line)
             passed[False] += id(line) in blocks
             passed[True] += id(line) in updates
-        made.update((v.name, line) for v in line.out)
+        made.update((v.name, line) for x in (line, *line.body) for v in x.out)
         for name in line.writes:
             writers.setdefault(name, []).append(line)
     return out
@@ -247,23 +249,29 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
-    at most. What the device stores goes on while the host updates another block."""
+    at most: than where it is, or, of what leaves for the host, than its start, whatever is updated in between. What the device stores goes on while the host
+    updates another block."""
     reduced = {v.name for x in lines if x.op in (_SCATTER, "to_host_start") or (x.op in COPIES and x.writes) for v in x.out}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     stores = {v.name for x in lines if x.op == "to_host_start" and x.writes for v in x.out}
+    leaving = {x.out[0].name for x in lines if x.op == "to_host_start" and not x.writes}
+    waits = {x.args[0]: x for x in lines if x.op == "wait" and x.args[0] in leaving}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
     for line in lines:
         if line.op == "wait":
-            held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
+            if line.args[0] not in leaving:
+                held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
-        passes = (_is_block(line) and not repeats(line)) or _is_update(line)
-        counted = (reduced - stores if line.attrs.get("on") == "host" else reduced) if passes else ()
+        block = _is_block(line) and not repeats(line)
+        counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
         done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
         due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due
         held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
         out.append(line)
+        if line.op == "to_host_start" and line.out[0].name in waits:
+            held.append((waits[line.out[0].name], 1))
     return out + [w for w, _ in held]
 
 

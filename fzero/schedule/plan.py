@@ -75,7 +75,8 @@ class Plan:
         waits: every line that waits, in order.
         peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
         resting_bytes: the state on the device between steps.
-        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it.
+        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it. `host_breakdown`: what that
+            peak is for.
         disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
@@ -110,6 +111,7 @@ class Plan:
     breakdown: Mapping[str, int]
     resting_bytes: int
     host_peak_bytes: int
+    host_breakdown: Mapping[str, int]
     host_resting_bytes: int
     disk_bytes: int
     pool_bytes: int
@@ -196,6 +198,7 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
+    host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))  # a pool is there all along
     flops = model_flops(program)
     return Plan(
         name=program.name,
@@ -211,7 +214,8 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         peak_line=At(peak.line, line_of[peak.line]),
         breakdown=dict(zip(ROLES, peak.by_role, strict=True)),
         resting_bytes=resting_bytes(program),
-        host_peak_bytes=max(sample.host for sample in memory),
+        host_peak_bytes=host_peak.host,
+        host_breakdown=dict(zip(ROLES, host_peak.host_by_role, strict=True)),
         host_resting_bytes=resting_bytes(program, "host"),
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,

@@ -51,9 +51,10 @@ def tables(plan: Plan) -> list[Table]:
     roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(Table("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
+        on_host = ", ".join(f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n)
         tiers = [
             ("device", size(plan.resting_bytes), size(plan.peak_bytes), ""),
-            ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), "" if plan.host_peak_bytes else "the device's memory"),
+            ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
             ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
         ]
         out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
@@ -153,6 +154,7 @@ def as_json(plan: Plan) -> str:
         "breakdown": dict(plan.breakdown),
         "resting_bytes": plan.resting_bytes,
         "host_peak_bytes": plan.host_peak_bytes,
+        "host_breakdown": dict(plan.host_breakdown),
         "host_resting_bytes": plan.host_resting_bytes,
         "disk_bytes": plan.disk_bytes,
         "pool_bytes": plan.pool_bytes,

@@ -1,7 +1,8 @@
 """The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
-gradients travel to them. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
+gradients travel to them. Gradients that wait, for the norm of all or for the next micro-batch, wait where their update reads them: see
+`waiting_on_host`. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
 reads the copies of transforms/compute.py. What moves for one line moves together. What a block's backward has read from disk its update does not read again,
 if it follows at once.
 """
@@ -15,23 +16,26 @@ from dataclasses import replace
 import torch
 
 from fzero.program.guess import is_guess
-from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
+from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
 from fzero.program.names import Names, identifier
 from fzero.program.storages import output_storages
 from fzero.transforms.offload import Offload, spread_out
 
-SMALL = 1 << 14  # bytes: an activation of less stays on the device
+SMALL = 1 << 14  # bytes: an activation of less stays on the device, as do the gradients of an update that are all less
+GRADS = ("device", "update", "host")
+"""Which gradients wait in host memory: see `waiting_on_host`."""
 
 
-def rewrite(program: Program, on_device: frozenset[str] = frozenset()) -> Program:
+def rewrite(program: Program, on_device: frozenset[str] = frozenset(), waiting: frozenset[str] = frozenset()) -> Program:
     """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
 
     Args:
         program: to be rewritten.
         on_device: leaves off the device that are updated there, of `updated_on_device`.
+        waiting: gradients that wait in host memory, of `waiting_on_host`.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records, on_device).run() if records else program
+    return _Rewrite(program, records, on_device, waiting).run() if records else program
 
 
 def leaves_side_open(program: Program) -> bool:
@@ -54,7 +58,7 @@ def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
     leaves = {**program.leaves, **{line.out[0].name: program.leaves[line.args[0]] for line in parts}}
     size = lambda names: sum(leaves[a].numel * leaves[a].dtype.itemsize for a in names)  # noqa: E731
     blocks = []
-    for line in (line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes):
+    for line in _updates(program):
         state = [a for a in line.args if a in leaves]
         off = [a for a in state if leaves[a].layout.tier != "device"]
         blocks += [off] if off and 2 * size(off) >= size(state) else []
@@ -62,16 +66,84 @@ def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
     return frozenset(a for block, host in zip(blocks, on_host, strict=True) if not host for a in block)
 
 
+def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
+    """The gradients that wait for their update in host memory: those whose update must know something of all gradients first, such as a norm to clip by, and
+    the sums of a loop over micro-batches. None where host and device are one memory.
+
+    What such a norm is made of is reduced on the device before a gradient leaves, so that numbers travel to make it; of a sum in a loop, which is
+    added up on the host, there.
+
+    Args:
+        program: whose update is cut.
+        on_device: of `updated_on_device`.
+        grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the host only what no loop adds up.
+    """
+    if program.mesh.unified_memory or not any(isinstance(t, Offload) for t in program.transforms):
+        return frozenset()
+    totals = _totals(program)
+    own = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out} | {v.name for v in program.inputs}
+    values, known = program.values_by_name, _known_last(program, own)
+    parts = {line.out[0].name: line.args[0] for line in program.lines if line.op == "take_shard"}
+    found: set[str] = set()
+    for line in _updates(program):
+        state = {a: program.leaves[leaf] for a in line.args if (leaf := parts.get(a, a)) in program.leaves}
+        off = {a for a, leaf in state.items() if leaf.layout.tier != "device"}
+        nbytes = [sum(state[a].numel * state[a].dtype.itemsize for a in names) for names in (off, state)]
+        on_host = bool(off) and on_device.isdisjoint(off) and 2 * nbytes[0] >= nbytes[1]
+        read = {a for a in line.args if a not in own}
+        if all(local_bytes(values[a], program.mesh) < SMALL for a in read):
+            continue
+        late = read if not known.isdisjoint(line.args) else read & totals
+        found |= late - totals if on_host and grads == "device" else late if on_host or grads == "host" else set()
+    return frozenset(found)
+
+
+def saved_activations(program: Program) -> set[str]:
+    """The values between forward and backward that wait on the host."""
+    record = next((t for t in program.transforms if isinstance(t, Offload) and "activations" in t.of), None)
+    if record is None:
+        return set()
+    lines = [line for line, _ in program.walk()]
+    late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+    found = []
+    for line in lines:
+        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
+            outputs = output_storages(program.functions[line.fn].graph)
+            found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
+    chosen = spread_out([v.nbytes for v in found], record.fraction)
+    return {v.name for v, off in zip(found, chosen, strict=True) if off}
+
+
+def _updates(program: Program) -> list[Line]:
+    """The functions that write parameters and state."""
+    return [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
+
+
+def _totals(program: Program) -> set[str]:
+    """What loops over micro-batches add up."""
+    return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
+
+
+def _known_last(program: Program, own: set[str]) -> set[str]:
+    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no gradient."""
+    found: set[str] = set()
+    for line in program.lines:
+        if line.by == "optimizer" and not line.writes:
+            reduces = line.op == "call" and any(a not in own and program.values_by_name[a].shape for a in line.args)
+            found.update(v.name for v in line.out if reduces or not found.isdisjoint(line.args))
+    return found
+
+
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
     """How many blocks whose state rests off the device are updated on the host, of how many."""
-    updates = [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
+    updates = _updates(program)
     brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
     on_host = sum(line.attrs.get("on") == "host" for line in updates)
     return on_host, on_host + sum("on" not in line.attrs and not brought.isdisjoint(line.writes) for line in updates)
 
 
 class _Rewrite:
-    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str]):
+    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str], waiting: frozenset[str]):
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
@@ -83,14 +155,21 @@ class _Rewrite:
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
-        self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward
+        self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward, gradients until their update
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
+        self.waiting = waiting
+        self.leaving: dict[str, list[str]] = {}  # by a waiting gradient those of its update that are not made yet
+        totals = _totals(program)
+        for line in _updates(program):
+            together = [a for a in line.args if a in waiting and a not in totals]
+            self.leaving.update(dict.fromkeys(together, together))
+        self.summands: list[Line] = []  # of sums on the host, which a loop has made and not added yet
 
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
             self.values[name] = replace(self.values[name], tier=leaf.layout.tier)
-        self.saved = self._saved()
+        self.saved = saved_activations(self.program)
         lines = self._lines(self.program.lines)
         inputs = tuple(self.values[v.name] for v in self.program.inputs)
         return replace(self.program, inputs=inputs, lines=tuple(lines), functions=self.functions)
@@ -104,7 +183,7 @@ class _Rewrite:
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             if line.op == "redo":  # which reads leaves as they were
                 self.lies, self.recent = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}, []
-            body = (*self._restored(line), *self._lines(line.body))
+            body = (*self._restored(line), *self._lines(line.body), *self._added())
             self.lies, self.recent = outside, []
             return [replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
@@ -119,14 +198,21 @@ class _Rewrite:
             self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
             lines = [*self._kept(line), *self._on(self._side(line), line)]
             return [replace(x, attrs={**x.attrs, "guess": True}) if is_guess(line) and (x.writes or x.op == "disk_read_start") else x for x in lines]
-        lines = self._on("device", line)
+        if line.op == "accumulate" and line.out[0].name in self.waiting:
+            self.summands.append(line)
+            return []
+        lines, sums = self._on("device", line), list[Line]()
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
             num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
             self.recent = [*self.recent, self._read_by(lines)][-num:]
-        return [*lines, *self._rest(line)]
+            sums = self._added()
+        return [*lines, *sums, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
-        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and is not to be updated there."""
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and is not to be updated there, or if it
+        reads sums that are there and writes nothing."""
+        if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
+            return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
         off = {a: n for a, n in state.items() if "device" not in self._at(a)}
         return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
@@ -165,7 +251,8 @@ class _Rewrite:
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or (line.attrs.get("backward") and a in self.resting)]
+        late = line.attrs.get("backward") or (line.by == "optimizer" and line.writes and not is_guess(line))
+        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or (late and a in self.resting)]
         absent = [a for a in absent if a not in shared]
         lines: list[Line] = []
         scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
@@ -305,26 +392,29 @@ class _Rewrite:
         attrs = {"restores": True, "guess": True}
         return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
 
-    # --- activations ---
-
-    def _saved(self) -> set[str]:
-        """The values between forward and backward that rest on the host."""
-        record = next((r for r in self.records if "activations" in r.of), None)
-        if record is None:
-            return set()
-        lines = [line for line, _ in self.program.walk()]
-        late = {a for line in lines if line.attrs.get("backward") for a in line.args}
-        found = []
-        for line in lines:
-            if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
-                outputs = output_storages(self.program.functions[line.fn].graph)
-                found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
-        chosen = spread_out([v.nbytes for v in found], record.fraction)
-        return {v.name for v, off in zip(found, chosen, strict=True) if off}
+    # --- what waits on the host ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """What a block leaves for its backward, taken to the host."""
-        names = [v.name for v in line.out if v.name in self.saved]
-        copies, lines = self._move("to_host", names, names)
-        self.resting |= copies
+        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of them are made."""
+        lines: list[Line] = []
+        for names in ([v.name for v in line.out if v.name in self.saved], *(self._complete(v.name) for v in line.out if v.name in self.waiting)):
+            copies, more = self._move("to_host", names, names)
+            self.resting |= copies
+            lines += more
+        return lines
+
+    def _complete(self, grad: str) -> list[str]:
+        """The gradients of an update whose last one is this, else none."""
+        together = self.leaving.pop(grad)
+        return [] if any(a in self.leaving for a in together) else together
+
+    def _added(self) -> list[Line]:
+        """What micro-batches make, added up on the host: a block later, when the device has another to run meanwhile."""
+        lines, copies = list[Line](), dict[str, str]()
+        if self.summands:
+            copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)
+        for line in self.summands:
+            total = replace(line.out[0], tier="host")
+            lines.append(self._made(replace(line, args=(copies[line.args[0]],), out=(total,))))
+        self.summands = []
         return lines

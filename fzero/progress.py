@@ -1,0 +1,43 @@
+"""A line that says how far a search is: again and again over itself on a terminal, elsewhere a plain line seldom, and none of what is soon done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+FIRST, OFTEN, SELDOM = 1.0, 0.2, 15.0
+"""Seconds: until the first line, and between lines on a terminal and elsewhere."""
+
+
+class Progress:
+    """Lines on a stream.
+
+    Args:
+        what: that is searched for, at the beginning of each line.
+        stream: by default stderr.
+        clock: seconds, of any beginning.
+    """
+
+    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._what, self._stream, self._clock = what, stream or sys.stderr, clock
+        self._begin, self._shown, self._width = clock(), 0.0, 0
+        self._terminal = self._stream.isatty()
+
+    def __call__(self, text: str) -> None:
+        """Shows how far it is, if that is due."""
+        elapsed = self._clock() - self._begin
+        due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST if self._terminal else SELDOM
+        if elapsed >= due:
+            self._shown = elapsed
+            line = f"{self._what}: {elapsed:.0f} s, {text}"
+            self._stream.write(f"\r{line:{self._width}}" if self._terminal else f"{line}\n")
+            self._stream.flush()
+            self._width = len(line)
+
+    def close(self) -> None:
+        """Takes the line off a terminal."""
+        if self._terminal and self._width:
+            self._stream.write(f"\r{'':{self._width}}\r")
+            self._stream.flush()

@@ -1,0 +1,100 @@
+"""Seven billion parameters on one GPU of 24 GB, clipped and accumulated: planned by `offload("auto")`; by default a model of fewer layers in less memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fzero as fz
+from fzero import errors
+from fzero.bounds import Rests, Sizes
+from fzero.progress import Progress
+from fzero.schedule.devices import KNOWN, Link
+from fzero.transforms import tiers
+from fzero.units import size
+
+GPU = fz.AbstractMesh(data=1, device_type="cuda")
+DEVICE = replace(
+    KNOWN["a100"], memory_bytes=24 * 10**9, host_copy=Link(1e-5, 25e9), host_memory_bandwidth=60e9, disk_read=Link(1e-4, 6.5e9), disk_write=Link(1e-4, 4.5e9)
+)
+SMALL = {"memory_budget": "8GB", "host_budget": "6GB", "disk_budget": "20GB"}
+SHALLOW = {"micro_batches": 2, "layers": 2, "vertical": False}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    spec = importlib.util.spec_from_file_location("plan_llama", Path(__file__).parent.parent / "examples" / "plan_llama.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def planned(llama: Any, budgets: dict[str, str], **how: Any) -> fz.Plan:
+    step, params, batch = llama.headline(**how)
+    return fz.lower(step, GPU, params, batch, device=DEVICE, **budgets).plan
+
+
+def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(llama, SMALL, **SHALLOW)
+    assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 6e9 and found.disk_bytes <= 20e9
+    grads = 4 * sum(x.numel() for x in fz.tree.leaves(llama.headline(layers=2)[1]))
+    assert found.host_breakdown["gradients"] > 0.9 * grads > 2 * found.breakdown["gradients"], "all but the last blocks'"
+    assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
+    assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
+    monkeypatch.setattr(tiers, "waiting_on_host", lambda *args: frozenset())
+    with pytest.raises(errors.BudgetError, match="nothing that 'auto' can move"):
+        planned(llama, SMALL, **SHALLOW)
+
+
+def test_seven_billion_parameters(llama: Any, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--exhaustive", default=False):
+        pytest.skip("half a minute: pytest --exhaustive")
+    begin = time.process_time()
+    for vertical in (True, False):
+        found = planned(llama, {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"}, vertical=vertical)
+        assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 58e9
+        assert found.host_breakdown["gradients"] > 12e9
+        print(f"{found.step_seconds:.1f} s a step, planned in {time.process_time() - begin:.0f} CPU s")
+
+
+def test_bounds_are_what_bytes_and_rates_say() -> None:
+    """Of 10 bytes of state, 4 of parameters with copies of 2, on devices that move 1 byte a second each way."""
+    sizes = Sizes(resting=1, state=10, params=4, copies=2, grads=4, activations=3, turns=1, compute_seconds=5.0)
+    device = replace(DEVICE, host_copy=Link(0, 1.0), host_memory_bandwidth=1.0, disk_read=Link(0, 1.0), disk_write=Link(0, 0.5))
+    here = sizes.least(Rests(), True, "update", device)
+    assert here[:3] == (19, 0, 0) and here.seconds == 5.0
+    on_host = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device)
+    assert on_host[:3] == (1 + 2 + 3, 14 + 4, 0), "copies stay, gradients leave"
+    assert on_host.queues == (5.0, 0.0, 2.0, 4.0, 2 * 14 + 4 + 2)
+    streamed = sizes.least(Rests(state=(1.0, 0.0)), False, "update", device)
+    assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.queues == (5.0, 0.0, 14.0, 14.0, 0.0)
+    left = sizes.least(Rests(state=(1.0, 0.0)), False, "host", device)
+    assert left[:3] == (1 + 2 + 3, 18, 0) and left.queues[2:4] == (18.0, 18.0)
+    on_disk = sizes.least(Rests(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0), True, "update", device)
+    assert on_disk[:3] == (1, 4, 16) and on_disk.queues[1] == 14 + 2 * 2 + 16 / 0.5
+    looped = replace(sizes, turns=3).least(Rests(state=(1.0, 0.0)), True, "device", device)
+    assert looped.device == on_host.device + 1 and looped.host == 14
+
+
+def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere() -> None:
+    for terminal in (True, False):
+        stream, now = io.StringIO(), [0.0]
+        stream.isatty = lambda terminal=terminal: terminal  # type: ignore[method-assign]
+        progress = Progress("search", stream, lambda now=now: now[0])
+        for second in range(40):
+            now[0] = float(second)
+            progress(f"{second} tried")
+        progress.close()
+        lines = stream.getvalue()
+        if terminal:
+            assert lines.count("\r") == 41 and "\n" not in lines and "search: 39 s, 39 tried" in lines and lines.endswith("\r")
+        else:
+            assert lines == "search: 15 s, 15 tried\nsearch: 30 s, 30 tried\n"
