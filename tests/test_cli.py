@@ -328,7 +328,6 @@ def frames(text):
     [
         ("fails", ["fails", "inner"], "ValueError: my own mistake"),
         ("fails_in_turn", ["fails_in_turn", "inner", "fails_in_turn"], "KeyError: 'and another'"),
-        ("in_the_trace", ["wrong", "layer"], "RuntimeError: "),
     ],
 )
 def test_a_users_own_traceback(run, function, names, last):
@@ -345,6 +344,12 @@ def test_an_exit_of_the_users(run):
 def test_errors_of_the_library_are_their_text(run):
     code, out, err = run("plan", "targets.py:misused", *MESH)
     assert code == 1 and not out and "fzero." in err and "batch" in err and "Traceback" not in err
+
+
+def test_a_mistake_in_the_users_loss_is_told_with_its_line(run):
+    code, out, err = run("plan", "targets.py:in_the_trace", *MESH)
+    assert code == 1 and not out and "Traceback" not in err and "torch/" not in err
+    assert "targets.py:" in err and "batch" in err and "float32[" in err and "Fix: " in err
 
 
 def test_modules_that_fail_to_import(run, here):

@@ -627,9 +627,9 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(FzeroValueError) as caught:
         disk.check([tmp_path / "none", file, closed, good, good], 1 << 60, num_ranks=2)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"fzero.offload: cannot keep {2**30:.2f} GiB a rank on disk"
+    assert lines[0] == f"fzero.offload: cannot keep {2**20:.2f} TiB a rank on disk"
     assert lines[1:4] == [f"  {tmp_path / 'none'}: there is no such directory", f"  {file}: it is no directory", f"  {closed}: it is not writable"]
-    assert lines[4].startswith(f"  {good}: {2 * 2 * 2**30 / 5:.2f} GiB needed, ") and lines[4].endswith(" free")
+    assert lines[4].startswith(f"  {good}: {2 * 2 * 2**20 / 5:.2f} TiB needed, ") and lines[4].endswith(" free")
     assert lines[5:] == ["Fix: free space, or give other paths"]
     with pytest.raises(FzeroValueError, match="no path is given"):
         disk.Files([], 0)

@@ -55,7 +55,6 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a constant in a block": ({"scale": 2.0}, "1.0", "2.0"),
     "a learning rate": ({"lr": 0.2}, "0.1", "0.2"),
     "the shape of the batch": ({"batch": torch.ones(3, 4)}, "[2, 4]", "[3, 4]"),
-    "the dtype of the batch": ({"batch": torch.ones(2, 4, dtype=torch.float64)}, "float32[2, 4]", "float64[2, 4]"),
     "a transform": ({"transform": fz.accumulate(2)}, "remat", "accumulate"),
 }
 
@@ -74,6 +73,13 @@ def test_one_rank_differs(run_ranks: Any, name: str) -> None:
         assert lines[at + 2].strip().startswith("rank 1: ") and there in lines[at + 2]
         assert lines[at + 1].split(": ", 1)[1] != lines[at + 2].split(": ", 1)[1]
     assert ranks[0].message == ranks[1].message
+
+
+def test_one_ranks_batch_has_another_dtype(run_ranks: Any) -> None:
+    """It cannot be traced there, and the other rank hears why."""
+    first, second = run_ranks(2, _runs, 1, {"batch": torch.ones(2, 4, dtype=torch.float64)}, 2, expect_error=True, timeout=60)
+    assert second.type == "TraceError" and "batch: float64[2, 4]" in second.message and second.message.splitlines()[-1].startswith("Fix: "), second
+    assert first.type == "DivergenceError" and "rank 1: TraceError: " in first.message and "expected operands of one dtype" in first.message, first
 
 
 def test_the_last_of_three_differs(run_ranks: Any) -> None:

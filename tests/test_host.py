@@ -98,7 +98,7 @@ def test_a_pool_is_bytes(mesh):
 def test_more_than_there_is_names_the_bytes_and_a_way_out(mesh):
     with pytest.raises(TierError) as error:
         host_tensors([((1 << 60,), torch.int8)], mesh)
-    assert "1073741824.00 GiB of host memory cannot be allocated" in str(error.value) and "Fix: offload less" in str(error.value)
+    assert "1048576.00 TiB of host memory cannot be allocated" in str(error.value) and "Fix: offload less" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", -1), ("", -1), (None, -1)])

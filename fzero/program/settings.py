@@ -56,7 +56,7 @@ def settings(*values: Any, strict: bool = True) -> Settings:
 
     Example:
         >>> rate = [0.5]
-        >>> def scaled(x): return x * rate[0]
+        >>> def scaled(x, rate=rate): return x * rate[0]
         >>> before = settings(scaled)
         >>> rate[0] = 0.25
         >>> settings(scaled) == before

@@ -100,7 +100,7 @@ class AtMinimum:
             raise LossScaleError(text)
         self._said = True
         if self._mesh.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
