@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["DATA_DEPENDENT", "SHAPE_DEPENDENT", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
@@ -33,6 +34,28 @@ def no_modes() -> Iterator[None]:
     """Leaves every dispatch mode for the body: work aside, in the middle of a trace."""
     with _disable_current_modes():
         yield
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s around the caller, the innermost last."""
+    return _get_current_function_mode_stack()
+
+
+def dispatch_modes() -> list[Any]:
+    """The `TorchDispatchMode`s around the caller, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+def module_hooks() -> tuple[Any, ...]:
+    """Those that are registered for every module at once."""
+    of = torch.nn.modules.module
+    hooks = (of._global_forward_pre_hooks, of._global_forward_hooks, of._global_backward_pre_hooks, of._global_backward_hooks)
+    return tuple(tuple(h.values()) for h in hooks)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost `saved_tensors_hooks` around the caller."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
 
 
 def trace_device(device_type: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextvars
 import dataclasses
 import enum
 import functools
+import operator
 import os
 import sys
 import types
@@ -16,6 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero import optim
@@ -236,6 +242,145 @@ def of_sign_of_zero() -> tuple[Run, Set]:
     return lambda p, x: x @ p["w"] * (1.0 if str(config.zero) == "0.0" else 2.0), lambda value: put(config, "zero")(0.0 if value == 1.0 else -0.0)
 
 
+def of_set_of_tuples() -> tuple[Run, Set]:
+    chosen = {("by", 1.0)}
+    return lambda p, x: x @ p["w"] * next(iter(chosen))[1], lambda value: chosen.clear() or chosen.add(("by", value))
+
+
+def of_user_list() -> tuple[Run, Set]:
+    table = collections.UserList([1.0])
+    return lambda p, x: x @ p["w"] * table[0], lambda value: table.__setitem__(0, value)
+
+
+def of_own_mapping() -> tuple[Run, Set]:
+    class Table(collections.UserDict):
+        pass
+
+    table = Table(by=1.0)
+    return lambda p, x: x @ p["w"] * table["by"], lambda value: table.update(by=value)
+
+
+def of_view() -> tuple[Run, Set]:
+    table = {"by": 1.0}
+    view = table.values()
+    return lambda p, x: x @ p["w"] * sum(view), lambda value: table.update(by=value)
+
+
+def of_global_by_text() -> tuple[Run, Set]:
+    return lambda p, x: x @ p["w"] * globals()["scale"], of_global()[1]
+
+
+def of_module_by_text() -> tuple[Run, Set]:
+    set_module = of_module()[1]
+    return lambda p, x: x @ p["w"] * sys.modules["fzero_test_settings"].by, set_module
+
+
+def of_default() -> tuple[Run, Set]:
+    config = Slotted()
+    return lambda p, x: x @ p["w"] * getattr(config, "by", 1.0), put(config, "by")
+
+
+def of_vars() -> tuple[Run, Set]:
+    layer = Layer()
+    return lambda p, x: x @ p["w"] * vars(layer).get("by", 1.0), put(layer, "by")
+
+
+def of_dict() -> tuple[Run, Set]:
+    layer = Layer()
+    return lambda p, x: x @ p["w"] * layer.__dict__.get("by", 1.0), put(layer, "by")
+
+
+def times(x: torch.Tensor, **factors: float) -> torch.Tensor:
+    return x * sum(factors.values())
+
+
+def of_all_fields() -> tuple[Run, Set]:
+    config = Config()
+    return lambda p, x: times(x @ p["w"], **dataclasses.asdict(config)), put(config, "by")
+
+
+def of_whole_namespace() -> tuple[Run, Set]:
+    config = argparse.Namespace(by=1.0)
+    return lambda p, x: times(x @ p["w"], **vars(config)), put(config, "by")
+
+
+def of_attrgetter() -> tuple[Run, Set]:
+    config, get = types.SimpleNamespace(inner=Config()), operator.attrgetter("inner.by")
+    return lambda p, x: x @ p["w"] * get(config), put(config.inner, "by")
+
+
+def of_methodcaller() -> tuple[Run, Set]:
+    class Own:
+        def factor(self, times: float) -> float:
+            return self._factor * times  # pyright: ignore[reportAttributeAccessIssue]
+
+    config, call = Own(), operator.methodcaller("factor", times=1.0)
+    put(config, "_factor")(1.0)
+    return lambda p, x: x @ p["w"] * call(config), put(config, "_factor")
+
+
+def of_large_array() -> tuple[Run, Set]:
+    array = np.ones(20_000)
+    return lambda p, x: x @ p["w"] * float(array[1]), lambda value: array.fill(value)
+
+
+def of_number() -> tuple[Run, Set]:
+    class Number(float):
+        by = 1.0
+
+    number = Number(1.0)
+    return lambda p, x: x @ p["w"] * number.by, put(number, "by")
+
+
+def of_metaclass() -> tuple[Run, Set]:
+    class Meta(type):
+        @property
+        def by(cls) -> float:
+            return cls._by  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Own(metaclass=Meta):
+        _by = 1.0
+
+    return lambda p, x: x @ p["w"] * Own.by, put(Own, "_by")
+
+
+def of_body_of_class() -> tuple[Run, Set]:
+    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
+        class Inner:
+            by = scale
+
+        return x @ p["w"] * Inner.by
+
+    return run, of_global()[1]
+
+
+def of_base_in_library() -> tuple[Run, Set]:
+    """A class of the user's whose base, which is not looked into, reads its attributes."""
+    library = types.ModuleType("fzero_test_library")
+    library.__file__ = os.path.join(os.sep, "site-packages", "fzero_test_library.py")
+    sys.modules[library.__name__] = library
+    exec("class Base:\n    def factor(self): return self.by", vars(library))
+
+    class Own(library.Base):
+        by = 1.0
+
+    config = Own()
+    put(config, "by")(1.0)
+    return lambda p, x: x @ p["w"] * config.factor(), put(config, "by")
+
+
+def of_hook_of_all_modules() -> tuple[Run, Set]:
+    layer, hooks = torch.nn.Identity(), []
+
+    def set_hook(value: float) -> None:
+        while hooks:
+            hooks.pop().remove()
+        if value != 1.0:
+            hooks.append(torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out * value))
+
+    return lambda p, x: layer(x @ p["w"]), set_hook
+
+
 WAYS = {name: way for name, way in globals().items() if name.startswith("of_")}
 PARAMS, BATCH = {"w": torch.arange(9.0).view(3, 3) / 10}, torch.ones(2, 3)
 MESH = fz.AbstractMesh(data=1)
@@ -264,6 +409,106 @@ def test_a_setting_that_changes_between_two_calls_is_another_function(name: str,
     assert compiled == plain
     plain_once, _ = numbers(fz.train_step(lambda p, x: run(p, x).square().mean(), optim.sgd(0.1)))
     assert plain != 3 * plain_once  # the setting does something
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in ("of_argument", "of_hook_of_all_modules")])
+def test_a_setting_that_changes_between_two_steps_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the look that takes values for equal when in doubt."""
+    monkeypatch.setenv("FZERO_TEST_BY", "1.0")
+    run, put_value = WAYS[name]()
+    put_value(1.0)
+    before = settings(run, strict=False)
+    assert changes(before, settings(run, strict=False)) == []
+    put_value(4.0)
+    assert len(changes(before, settings(run, strict=False))) == 1
+    put_value(1.0)
+
+
+class Doubled(TorchFunctionMode):
+    def __init__(self, by: float = 2.0):
+        super().__init__()
+        self.by = by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.by if func is torch.Tensor.tanh else result
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def doubling_hooks() -> Any:
+    return saved_tensors_hooks(lambda x: x * 2, lambda x: x)
+
+
+@fz.block
+def tanh(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).tanh()
+
+
+def test_a_mode_around_a_block_is_part_of_what_it_is() -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total = tanh(p, x).square().mean()
+        for by in (2.0, 3.0, 2.0):
+            with Doubled(by):
+                total = total + tanh(p, x).square().mean()
+        return total
+
+    plain, compiled = numbers(fz.train_step(loss, optim.sgd(0.1)))
+    assert compiled == plain
+
+
+@pytest.mark.parametrize("around", [Watching, doubling_hooks])
+def test_what_a_block_would_not_see_is_refused(around: Callable[[], Any]) -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with around():
+            return tanh(p, x).mean()
+
+    with pytest.raises(fz.errors.TraceError, match=r"(?s)block tanh: is called under what.*(Watching|saved_tensors_hooks).*Fix: enter it inside the block"):
+        functions(loss, PARAMS)
+
+
+def test_modes_that_change_nothing_are_no_error() -> None:
+    """One that looks on at a step, and what PyTorch itself does with saved tensors."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with save_on_cpu():
+            x = tanh(p, x)
+        return checkpoint(tanh, p, x, use_reentrant=False).mean()
+
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    state = train.init(PARAMS)
+    with Watching():
+        _, metrics = train(state, BATCH)
+    assert metrics["loss"] == tanh(PARAMS, tanh(PARAMS, BATCH)).mean()
+
+
+def test_autocast_around_some_steps() -> None:
+    """Each step does what it does under the settings that it is called under; what a program cannot see is refused, whichever call it is around."""
+    step = fz.train_step(lambda p, x: (x @ p["w"] @ p["w"]).square().mean(), optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    plain, state = step.init(PARAMS), train.init(PARAMS)
+    for on in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            plain, expected = step(plain, BATCH)
+            state, got = train(state, BATCH)
+        assert got["loss"] == expected["loss"], on
+    for around in (Doubled, doubling_hooks):
+        with around(), pytest.raises(fz.errors.FzeroValueError, match=r"(?s)called under what.*(Doubled|saved_tensors_hooks).*Fix: enter it in the function"):
+            train(state, BATCH)
+
+
+def test_a_setting_that_changes_after_a_few_steps_is_told_at_once() -> None:
+    config = Config()
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    state = train.init(PARAMS)
+    for _ in range(4):
+        state, _ = train(state, BATCH)
+    config.by = 2.0
+    with pytest.raises(fz.errors.FzeroValueError, match=r"config\.by: 1\.0 before, 2\.0 now"):
+        train(state, BATCH)
 
 
 def functions(loss: Callable[..., Any], params: Any) -> list[str]:

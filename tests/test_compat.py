@@ -139,6 +139,20 @@ def test_no_modes_leaves_all_of_them_and_comes_back():
     assert aten.add.Tensor not in before
 
 
+def test_modes_and_hooks_around_the_caller():
+    class Own(torch.overrides.TorchFunctionMode):
+        pass
+
+    before = len(compat.function_modes()), len(compat.dispatch_modes()), compat.saved_tensor_hooks()
+    with Own() as own, Seen() as seen, torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.abs):
+        assert compat.function_modes()[-1] is own and compat.dispatch_modes()[-1] is seen and compat.saved_tensor_hooks() == (torch.neg, torch.abs)
+    assert before == (len(compat.function_modes()), len(compat.dispatch_modes()), compat.saved_tensor_hooks())
+    handle = torch.nn.modules.module.register_module_forward_hook(print)
+    assert any(print in hooks for hooks in compat.module_hooks())
+    handle.remove()
+    assert not any(compat.module_hooks())
+
+
 def test_functorch_is_noticed():
     seen = []
 

@@ -5,9 +5,9 @@ Switches that decide how an operation is carried out (`allow_tf32`, the number o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,4 +74,35 @@ def switches() -> dict[str, object]:
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
         "torch.backends.cudnn.enabled": torch.backends.cudnn.enabled,
         "torch.backends.opt_einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
+        "hooks of all modules": compat.module_hooks(),
+        "modes": tuple(type(mode).__name__ for mode in function_modes()),
     }
+
+
+def function_modes() -> list[Any]:
+    """The user's own `TorchFunctionMode`s around the caller, which may make any operation another."""
+    return _users(compat.function_modes())
+
+
+def dispatch_modes(within: Any) -> list[Any]:
+    """The user's own `TorchDispatchMode`s between the mode `within` and the caller."""
+    modes = compat.dispatch_modes()
+    return _users(modes[next((i + 1 for i, mode in enumerate(modes) if mode is within), 0) :])
+
+
+def saved_tensor_hooks() -> list[str]:
+    """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's (checkpoints, `save_on_cpu`) do not."""
+    pack = (compat.saved_tensor_hooks() or (None, None))[0]
+    ours = pack is None or _package(getattr(pack, "__module__", "")) in _OURS
+    return [] if ours else [f"saved_tensors_hooks({getattr(pack, '__name__', type(pack).__name__)}, ...)"]
+
+
+_OURS = ("torch", "fzero")
+
+
+def _users(modes: Sequence[Any]) -> list[Any]:
+    return [mode for mode in modes if _package(type(mode).__module__) not in _OURS]
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.program.ambient import Autocast, autocast, autocast_as, switches, without_autocast
+from fzero.program.ambient import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
 from fzero.program.segment import Part
@@ -69,11 +69,12 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
             (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is a value of the program, a number or a
             text is none.
 
-    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the function reads beside them is the
-    same: its code and that of functions it calls, closure cells, globals, defaults, attributes of objects, classes and modules that this code names,
-    the environment; autocast and PyTorch's other settings (program/settings.py, program/ambient.py). What is not seen: globals of installed
-    libraries and the insides of C extensions, where they change between two calls in one step; `fz.testing.check_equivalent` traces every call and finds
-    those. A function that does something else each time (`next(iterator)`, `random.random()`) is an error.
+    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the function reads beside them is the same:
+    its code and that of functions it calls, closure cells, globals, defaults, attributes of objects, classes and modules that this code names, the
+    environment; autocast, modes of the user's own and PyTorch's other settings (program/settings.py, program/ambient.py). What is not seen, where it changes
+    between two calls in one step: globals of installed libraries, the insides of C extensions, files, names that code puts together (`eval`), tensors written
+    through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent` traces every call and finds those. A function that does something
+    else each time (`next(iterator)`, `random.random()`) is an error.
 
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
@@ -82,8 +83,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TraceError: while tracing, if it changes an argument in place, returns something other than tensors, reads a tensor
-            from its closure, draws from torch's global generator, computes something else each time, or is differentiated twice under other settings
-            of PyTorch's than it is called under.
+            from its closure, draws from torch's global generator, computes something else each time, is differentiated twice under other settings
+            of PyTorch's than it is called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch
@@ -138,12 +139,15 @@ class Blocks:
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
             raise TraceError(message(owner, "takes tensors and hashable constants", wrong, "make parameters tensors; pass settings as numbers or strings"))
+        if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
+            fix = "enter it inside the block, where what it does is recorded"
+            raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
         grad = torch.is_grad_enabled()
         signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad and grad) for t in tensors)
         body = _Body(fn, owner, spec, constants, self._watch, autocast(), switches())
 
         def key() -> Hashable:
-            return (settings(fn, *constants).facts, spec, signature, body.autocast, tuple(body.switches.items()))
+            return (settings(fn, *constants, *function_modes()).facts, spec, signature, body.autocast, tuple(body.switches.items()))
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()

@@ -4,20 +4,25 @@ A function is its code and whatever that code can name: closure cells, defaults,
 function among them. Attributes are read where some code that was reached names them; what code names is looked up, code is not run. A value of no kind
 that is known here (a file, a lock, an iterator) is told by its identity, or not at all. It must not know what a block is, or a step.
 
-What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, and what lies behind
-the first `MOST` values.
+A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`, `globals()["RATE"]`.
+
+What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, names that are put
+together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
+lies behind the first `MOST` values.
 """
 
 from __future__ import annotations
 
 import collections
 import contextvars
+import dataclasses
 import dis
 import enum
 import functools
 import hashlib
 import marshal
 import numbers
+import operator
 import os
 import sys
 import threading
@@ -35,8 +40,8 @@ MOST = 20_000
 _LONG = 32
 """Items of a container above which it is compared at once, if it holds plain values alone."""
 
-_LARGE = 2**16
-"""Bytes of an array above which it is told by its identity."""
+_LARGE = 2**22
+"""Bytes of an array above which it is told by its identity: reading as many takes about 3 ms."""
 
 
 class Settings(NamedTuple):
@@ -100,6 +105,10 @@ _KNOWN = frozenset({"torch", "torchgen", "functorch", "fzero", "numpy", "optree"
 """Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
 _WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "fields"})
 """Names by which code reads attributes that it does not name."""
+_FIELDS = _WHOLE - {"getattr", "attrgetter"}
+"""Those by which it reads all that a record holds."""
+_BY_TEXT = _WHOLE | {"globals", "__globals__", "hasattr", "modules", "import_module", "__import__"}
+"""Names by which code reads what it names in a text."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods that PyTorch calls; Python calls those between underscores, but not all of them to compute something."""
@@ -125,10 +134,11 @@ class Same:
 
 
 class _Scope:
-    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever code names."""
+    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever code names. `fields`: read where code
+    reads a record as a whole."""
 
-    def __init__(self, values: Mapping[str, Any], path: str, always: Collection[str] = ()):
-        self.values, self.path = values, path
+    def __init__(self, values: Mapping[str, Any], path: str, always: Collection[str] = (), fields: Collection[str] = ()):
+        self.values, self.path, self.fields = values, path, fields
         self._keys, self._always = set(values), always
 
     def named(self, names: Collection[str]) -> list[str]:
@@ -162,8 +172,10 @@ class _Walk:
                 self._visit(*self._todo[at])
                 at += 1
             whole = self._strict and not _WHOLE.isdisjoint(self._names)
+            fields = not _FIELDS.isdisjoint(self._names)
             for scope in self._scopes:
-                for name in scope.named(scope.values if whole and not isinstance(scope, _Module) else self._names):
+                named = self._names.union(scope.fields) if fields else self._names
+                for name in scope.named(scope.values if whole and not isinstance(scope, _Module) else named):
                     path = f"{scope.path}.{name}" if scope.path else name
                     self._fact(name, path)
                     self._todo.append((scope.values[name], path))
@@ -178,7 +190,7 @@ class _Walk:
             return self._fact(exact(x), path)
         if isinstance(x, enum.Enum):
             return self._fact((kind, x.name), path)
-        if isinstance(x, (*_PLAIN, numbers.Number)):
+        if isinstance(x, (*_PLAIN, numbers.Number)) and _package(kind.__module__) in _KNOWN:
             return self._fact((kind, repr(x)), path)
         if isinstance(x, torch.Tensor):
             return self._tensor(x, path)
@@ -237,6 +249,8 @@ class _Walk:
 
     def _class(self, cls: type, path: str) -> None:
         self._fact(cls, path)
+        if not _installed(type(cls).__module__):
+            self._todo.append((type(cls), type(cls).__name__))
         for base in cls.__mro__:
             if not _installed(base.__module__):
                 called = [n for n, x in vars(base).items() if isinstance(x, types.FunctionType) and n not in _NOT_CALLED and n[:2] == "__"]
@@ -279,7 +293,18 @@ class _Walk:
 
     def _set(self, x: Any, path: str) -> None:
         plain = all(type(item) in _PLAIN_TYPES for item in x)
-        self._fact((type(x), frozenset(map(exact, x))) if plain else (type(x), len(x)), path)
+        self._fact((type(x), frozenset(map(exact, x))) if plain else (type(x), "of", len(x)), path)
+        if not plain:  # in an order that does not depend on how the set came about
+            self._todo += [(item, f"items of {path}") for item in sorted(x, key=lambda item: (type(item).__qualname__, hash(item)))]
+        self._attributes(x, path)
+
+    def _getter(self, x: Any, path: str) -> None:
+        """`operator.attrgetter("rate")` and its like name what they read in their arguments."""
+        made, args = x.__reduce__()
+        self._fact(type(x), path)
+        args = (*getattr(made, "args", ()), *args, getattr(made, "keywords", {}))
+        self._names.update(name for arg in args if isinstance(arg, str) for name in arg.split("."))
+        self._todo.append((args, f"arguments of {path}"))
 
     def _accessor(self, x: Any, path: str) -> None:
         self._todo += [(f, path) for f in (getattr(x, "__func__", None), getattr(x, "fget", None), getattr(x, "func", None)) if f is not None]
@@ -288,7 +313,8 @@ class _Walk:
         """What an object holds beside its items: all that it has, if its code is not looked into."""
         if _package(type(x).__module__) not in _KNOWN:
             held = dict(_held(x))
-            self._scopes.append(_Scope(held, path, held if _installed(type(x).__module__) else always))
+            fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else ()
+            self._scopes.append(_Scope(held, path, held if any(map(_of_library, type(x).__mro__)) else always, fields))
             self._todo.append((type(x), type(x).__name__))
 
     def _object(self, x: Any, path: str) -> None:
@@ -303,7 +329,7 @@ class _Walk:
         elif (data := _bytes(x)) is not None:
             self._fact((kind, *data, Same(x) if self._strict and len(data) < 3 else None), path)
         elif _package(kind.__module__) not in _KNOWN:
-            self._fact(kind, path)
+            self._fact((kind, repr(x)) if isinstance(x, (*_PLAIN, numbers.Number)) else kind, path)
             self._attributes(x, path)
         elif equal and kind.__hash__ is not None and _hashes(x):
             self._fact((kind, x), path)
@@ -311,7 +337,7 @@ class _Walk:
             self._mapping(x, path)
         elif hasattr(x, "__dict__") and (equal or isinstance(x, threading.local)):  # SimpleNamespace, argparse.Namespace
             self._fact(kind, path)
-            self._scopes.append(_Scope(vars(x), path))
+            self._scopes.append(_Scope(vars(x), path, fields=list(vars(x))))
         elif hasattr(x, "__wrapped__"):  # functools.lru_cache
             self._todo.append((x.__wrapped__, path))
         else:
@@ -327,8 +353,9 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (contextvars.ContextVar, _Walk._context),
     (weakref.ref, _Walk._reference),
     (type, _Walk._class),
-    ((dict, types.MappingProxyType), _Walk._mapping),
-    ((list, tuple, collections.deque), _Walk._sequence),
+    ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Walk._getter),
+    ((dict, types.MappingProxyType, collections.UserDict), _Walk._mapping),
+    ((list, tuple, collections.deque, collections.UserList, *(type(view) for view in ({}.keys(), {}.values(), {}.items()))), _Walk._sequence),
     ((set, frozenset), _Walk._set),
     ((staticmethod, classmethod, property, functools.cached_property), _Walk._accessor),
 ]
@@ -340,20 +367,35 @@ class _Named(NamedTuple):
     globals: tuple[str, ...]
     imports: tuple[str, ...]
     attributes: frozenset[str]
+    texts: frozenset[str]
 
 
 @functools.cache
 def _named(code: types.CodeType) -> _Named:
     inner = [_named(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    found: dict[str, list[str]] = {"LOAD_GLOBAL": [], "IMPORT_NAME": []}
+    read, imported = {x for i in inner for x in i.globals}, {x for i in inner for x in i.imports}
     for instruction in dis.get_instructions(code):
-        if instruction.opname in found:
-            found[instruction.opname].append(instruction.argval)
-    read, imported = (
-        sorted({*found["LOAD_GLOBAL"], *(x for i in inner for x in i.globals)}),
-        sorted({*found["IMPORT_NAME"], *(x for i in inner for x in i.imports)}),
-    )
-    return _Named(tuple(read), tuple(imported), frozenset(code.co_names).union(*(i.attributes for i in inner)))
+        if instruction.opname in _LOADS:
+            read.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imported.add(instruction.argval)
+    attributes = frozenset(code.co_names).union(*(i.attributes for i in inner))
+    texts = frozenset(_texts(code.co_consts)).union(*(i.texts for i in inner))
+    if not _BY_TEXT.isdisjoint(attributes):
+        read, imported, attributes = read | texts, imported | texts, attributes.union(texts, *(text.split(".") for text in texts))
+    return _Named(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts)
+
+
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  # the others are of the bodies of classes
+
+
+def _texts(constants: Collection[Any]) -> Iterator[str]:
+    """Those that can be names."""
+    for x in constants:
+        if isinstance(x, (tuple, frozenset)):
+            yield from _texts(x)
+        elif isinstance(x, str) and all(map(str.isidentifier, x.split("."))):
+            yield x
 
 
 def _package(name: Any) -> str:
@@ -366,6 +408,11 @@ def _installed(module: Any) -> bool:
     package = _package(module)
     file = str(getattr(sys.modules.get(package), "__file__", None) or "")
     return package in _KNOWN or any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
+
+
+def _of_library(cls: type) -> bool:
+    """Whether code that is not looked into may read any attribute of an object of this class."""
+    return _installed(cls.__module__) and _package(cls.__module__) not in _KNOWN
 
 
 def _held(x: Any) -> Iterator[tuple[str, Any]]:

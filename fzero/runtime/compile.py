@@ -28,14 +28,14 @@ def compile(
 ) -> Any:
     """A step on a mesh, ready to run.
 
-    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles
-    each distinct block once and runs. A program is kept for each kind of batch and of parameters, 16 of them at most: the one used longest ago leaves first,
-    with its pool, and is made again when it is needed. So pad batches to a few lengths.
+    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles each distinct
+    block once and runs. A program is kept for each kind of batch and of parameters, and each setting of autocast and PyTorch's other switches, 16 of them at
+    most: the one used longest ago leaves first, with its pool, and is made again when it is needed. So pad batches to a few lengths.
 
     What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an object is a constant of the program.
-    The values that the loss and the optimizer read so are compared at the second call of a program and at every 16th, and one that has changed is an error
-    that names it: what changes from step to step belongs in the batch, as a 0-dim tensor, or in a schedule. A look takes about 2 us for each such value,
-    0.15 ms for a small GPT with AdamW, which is 10 us a step. Tensors and values that do not compare (a file, an iterator) are not compared.
+    The values that the loss and the optimizer read so are compared at each of the first 16 calls of a program and at every 16th, and one that has changed is
+    an error that names it: what changes from step to step belongs in the batch, as a 0-dim tensor, or in a schedule. A look takes about 2 us for each such
+    value, 0.15 ms for a small GPT with AdamW, which is 10 us a step. Tensors and values that do not compare (a file, an iterator) are not compared.
 
     Args:
         step: from `train_step` or `eval_step`, with its transforms.
@@ -51,7 +51,8 @@ def compile(
     Raises:
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine; `offload("auto")` without
             what it is resolved for: a memory budget and a batch.
-        FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it was traced.
+        FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it was traced, or if it is called under a
+            `TorchFunctionMode` or `saved_tensors_hooks` of the user's own.
         BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:

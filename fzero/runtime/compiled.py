@@ -18,6 +18,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.leaves import batch_inputs
 from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
+from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, settings
@@ -52,7 +53,7 @@ MOST_PROGRAMS = 16
 """Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""
 
 LOOKED_AT_EVERY = 16
-"""Calls of a program after which what its functions read beside their arguments is compared; and at the second call."""
+"""Calls of a program after which what its functions read beside their arguments is compared; and at each of as many first ones."""
 
 
 @dataclass
@@ -103,8 +104,11 @@ class Compiled:
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
+        if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
+            fix = "enter it in the function that the step calls, around the operations that it is for"
+            raise FzeroValueError(message("step", f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
-        key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype())
+        key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
@@ -115,7 +119,7 @@ class Compiled:
             del self._runs[next(iter(self._runs))]
             logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
         kept.calls += 1
-        if kept.calls == 2 or kept.calls % LOOKED_AT_EVERY == 0:
+        if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
             self._same_settings(kept)
         self._lowered = kept.lowered
         return kept.lowered, kept.run
