@@ -96,6 +96,13 @@ class Nested:
     inner: Config = dataclasses.field(default_factory=Config)
 
 
+@dataclasses.dataclass(eq=False)
+class Record:
+    """Nothing but code that reads it names what it holds."""
+
+    by: float = 1.0
+
+
 class Mode(enum.Enum):
     ONE = 1.0
     OTHER = 2.0
@@ -281,13 +288,13 @@ def of_default() -> tuple[Run, Set]:
 
 
 def of_vars() -> tuple[Run, Set]:
-    layer = Layer()
-    return lambda p, x: x @ p["w"] * vars(layer).get("by", 1.0), put(layer, "by")
+    record = Record()
+    return lambda p, x: x @ p["w"] * vars(record)["by"], put(record, "by")
 
 
 def of_dict() -> tuple[Run, Set]:
-    layer = Layer()
-    return lambda p, x: x @ p["w"] * layer.__dict__.get("by", 1.0), put(layer, "by")
+    record = Record()
+    return lambda p, x: x @ p["w"] * record.__dict__["by"], put(record, "by")
 
 
 def times(x: torch.Tensor, **factors: float) -> torch.Tensor:
@@ -295,8 +302,8 @@ def times(x: torch.Tensor, **factors: float) -> torch.Tensor:
 
 
 def of_all_fields() -> tuple[Run, Set]:
-    config = Config()
-    return lambda p, x: times(x @ p["w"], **dataclasses.asdict(config)), put(config, "by")
+    record = Record()
+    return lambda p, x: times(x @ p["w"], **dataclasses.asdict(record)), put(record, "by")
 
 
 def of_whole_namespace() -> tuple[Run, Set]:
