@@ -82,6 +82,26 @@ def test_one_ranks_batch_has_another_dtype(run_ranks: Any) -> None:
     assert first.type == "DivergenceError" and "rank 1: TraceError: " in first.message and "expected operands of one dtype" in first.message, first
 
 
+def _swapped() -> None:
+    mesh = fz.make_mesh(data=2)
+    step, params, batch = parts()
+    train, evaluate = (
+        fz.compile(step, mesh, backend="eager"),
+        fz.compile(fz.compose(*step.transforms)(fz.eval_step(lambda p, x: x.sum())), mesh, backend="eager"),
+    )
+    state, _ = train(train.init(params), batch)
+    evaluate(state.params, batch)
+    for call in sorted(("evaluate", "train"), reverse=mesh.rank == 1):
+        _ = evaluate(state.params, batch) if call == "evaluate" else train(state, batch)
+
+
+def test_ranks_that_call_their_steps_in_another_order(run_ranks: Any) -> None:
+    """Their programs are known to all, so nothing is compared when they are built: each run says which it is."""
+    for r in run_ranks(2, _swapped, expect_error=True, timeout=60):
+        assert r.type == "DivergenceError" and "ranks run different programs" in r.message, r
+        assert "rank 0: " in r.message and "rank 1: " in r.message and r.message.splitlines()[-1].startswith("Fix: ")
+
+
 def test_the_last_of_three_differs(run_ranks: Any) -> None:
     for r in run_ranks(3, _runs, 2, {"scale": 3.0}, 3, expect_error=True, timeout=60):
         assert r.type == "DivergenceError" and "rank 2 would run another program than rank 0" in r.message and "3.0" in r.message, r

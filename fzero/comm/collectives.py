@@ -35,7 +35,7 @@ class ProcessGroups:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
 
-    def pool(self, nbytes: int) -> torch.Tensor:
+    def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page."""
         if self._mesh.device.type == "cpu":
             return host_pool(nbytes, self._mesh)

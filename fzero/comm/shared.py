@@ -35,6 +35,7 @@ from fzero.mesh import Mesh, absent
 _CHUNK = 1 << 18  # bytes read at once when reducing: half of a second-level cache
 _SMALL = 1 << 16  # bytes: below this everyone reads all of an all_reduce, above each sums a part and reads the others' sums
 _NUM_SECRET = 64  # characters
+_NUMBER = 8  # bytes of the number of a program
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -68,13 +69,23 @@ class SharedMemory:
     def __init__(self, mesh: Mesh, peers: dict[int, _Peer]):
         self._mesh, self._peers = mesh, peers
         self._pool: _Pool | None = None
+        self._names: list[str] = []  # of the programs, by the number of their pool
+        self._runs = 0
         weakref.finalize(self, _close, [fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
+        self._board = self._shared(2 * _NUMBER)  # where each rank says which program it runs: of this run and of the one before
 
-    def pool(self, nbytes: int) -> torch.Tensor:
+    def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs in the same order."""
+        found = self._shared(nbytes)
+        found.number = len(self._names)
+        self._names.append(name)
+        found.tensor._fzero_pool = found  # type: ignore[attr-defined]
+        return found.tensor
+
+    def _shared(self, nbytes: int) -> _Pool:
         fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
         size = max(nbytes, mmap.PAGESIZE)
         os.ftruncate(fd, size)
@@ -85,15 +96,29 @@ class SharedMemory:
             fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
         found = _Pool(mmap.mmap(fd, size), fds)
         os.close(fd)
-        found.tensor._fzero_pool = found  # type: ignore[attr-defined]
-        return found.tensor
+        return found
 
     def begin(self, pool: torch.Tensor) -> None:
-        """Called before a program runs: waits until no rank reads what an earlier run left in the pools."""
+        """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it that all are to run this one.
+
+        Raises:
+            DivergenceError: ranks call different steps; nothing has been written.
+
+        Cost: a notice to each rank, and a system call to read which program it runs.
+        """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
+        self._runs += 1
+        at = self._runs % 2 * _NUMBER  # no rank is two runs ahead of another
+        self._board.bytes[at : at + _NUMBER] = self._pool.number.to_bytes(_NUMBER, "little")  # type: ignore[union-attr]
         everyone = list(self._peers.values())
         self._tell(everyone)
         self._hear({p.rank: p.told for p in everyone})
+        runs = {p.rank: int.from_bytes(os.pread(self._board.fds[p.rank], _NUMBER, at), "little") for p in everyone}
+        runs[self._mesh.rank] = self._pool.number  # type: ignore[union-attr]
+        if len({*runs.values()}) > 1:
+            which = [f"rank {rank}: {self._names[number]}, program {number}" for rank, number in sorted(runs.items())]
+            fix = "call the same compiled steps in the same order on every rank: an evaluation too"
+            raise DivergenceError(message("step", "ranks run different programs", which, fix))
 
     def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
         index = self._mesh.index(axis)
@@ -215,6 +240,7 @@ class _Pool:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.bytes = memoryview(memory)
         self.fds = fds
+        self.number = 0  # among the pools of the mesh
         weakref.finalize(self, _close, list(fds.values()), [])
 
 
