@@ -173,8 +173,8 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def compiled(loss: Callable[..., Any], transform: Callable[..., Any] = lambda step: step, **options: Any) -> Any:
-    return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1), **options)), fz.make_mesh(), backend="eager")
+def compiled(loss: Callable[..., Any], transform: Callable[..., Any] = lambda step: step, has_aux: bool = False) -> Any:
+    return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1), has_aux=has_aux)), fz.make_mesh(), backend="eager")
 
 
 def check_as_pytorch(loss: Callable[..., Any]) -> None:
@@ -191,7 +191,7 @@ def check_as_pytorch(loss: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("loss", WRITES, ids=lambda f: f.__name__)
 def test_a_write_to_memory_that_a_block_shares_is_refused_where_another_tensor_of_it_is_read(loss: Callable[..., Any]) -> None:
-    train = compiled(loss, **({"has_aux": True} if loss is write_and_report else {}))
+    train = compiled(loss, has_aux=loss is write_and_report)
     with pytest.raises(TraceError, match=r"fzero\.(?s:.*)Fix: ") as error:
         train(train.init(PARAMS), BATCH)
     assert WRITES[loss] in str(error.value) and "test_block_borders.py" in str(error.value)
