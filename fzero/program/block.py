@@ -56,6 +56,7 @@ class Joint:
     diff: tuple[int, ...]  # inputs that get a gradient
     diff_outputs: tuple[int, ...]  # outputs that have a tangent
     structure: tree.TreeSpec  # of what the function returns
+    memory: tuple[int, ...]  # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
 
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,13 +77,16 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent` traces every call and finds those. A function that does something
     else each time (`next(iterator)`, `random.random()`) is an error.
 
+    A result may be an argument, or a view of one or of another result. In a program it has memory of its own, so reading one of these after another was written
+    in place is an error; so is a block that changes a container it is given.
+
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
     Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward, and
         one reduce_scatter of their gradients.
 
     Raises:
-        TraceError: while tracing, if it changes an argument in place, returns something other than tensors, reads a tensor
+        TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something other than tensors, reads a tensor
             from its closure, draws from torch's global generator, computes something else each time, is differentiated twice under other settings
             of PyTorch's than it is called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
@@ -99,8 +103,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = _tracer.get()
         if tracer is None or compat.functorch_active() or compat.forward_ad_active():
-            args, kwargs = _entering(params, args, kwargs)
-            return fn(params, *args, **kwargs)
+            return _applied(fn, params, args, kwargs) if _casting.get() else fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
 
     return call
@@ -134,7 +137,8 @@ class Blocks:
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
         constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
-        tensors = [_resolved(x) for x in flat if isinstance(x, torch.Tensor)]
+        given = [x for x in flat if isinstance(x, torch.Tensor)]
+        tensors = [_resolved(x) for x in given]
         wrong = [p for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
@@ -172,15 +176,15 @@ class Blocks:
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
+        values = [*given, *outputs]
+        for i, first in enumerate(joint.memory):
+            if i >= joint.num_inputs and i != first:
+                self._recorder.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, outputs)
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
-        try:
-            names = list(inspect.signature(fn).parameters)
-        except (TypeError, ValueError):
-            names = []
-        trees = [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
+        trees = _arguments(fn, params, args, kwargs)
         own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
         leaves = [self._recorder.named(leaf) for _, leaf in own]
         return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
@@ -198,21 +202,21 @@ class _Body:
     autocast: Autocast
     switches: dict[str, object]
 
-    def __call__(self, xs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tree.TreeSpec]:
-        """The results, blocks inside inlined, and what their tree is."""
+    def __call__(self, xs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tree.TreeSpec, tuple[int, ...]]:
+        """The results, blocks inside inlined, what their tree is, and which arguments and results have one memory (`Joint.memory`)."""
         it, token = iter(xs), _tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(self.spec, [next(it) if c is None else c for c in self.constants])
-            args, kwargs = _entering(params, args, kwargs)
-            result = self.fn(params, *args, **kwargs)
+            result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
         flat, structure = tree.flatten(result)
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
+        storages = [x.untyped_storage()._cdata for x in (*xs, *flat)]
         flat = [_resolved(x) for x in flat]
-        return [*flat, _largest(flat)] if self.watch else flat, structure
+        return [*flat, _largest(flat)] if self.watch else flat, structure, tuple(map(storages.index, storages))
 
 
 class _Call(torch.autograd.Function):
@@ -253,7 +257,7 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
         raise TraceError(message(body.owner, "is differentiated under other settings than it is called under", other, "ask for both under the same"))
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
-        outputs, _ = body(inputs)
+        outputs, *_ = body(inputs)
     wanted = [outputs[i] for i in joint.diff_outputs]
     create_graph = torch.is_grad_enabled()
     return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
@@ -302,7 +306,7 @@ def _trace(
         def forward(*xs: torch.Tensor) -> list[torch.Tensor]:
             leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(xs)]
             made["inputs"] = leaves
-            ys, made["structure"] = body(leaves)
+            ys, made["structure"], made["memory"] = body(leaves)
             made["diff_outputs"] = tuple(i for i, y in enumerate(ys) if y.requires_grad)
             made["outputs"] = ys
             return ys
@@ -328,7 +332,8 @@ def _trace(
                 raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
             diff = made["diff"]
     count = sum(c is None for c in body.constants[:num_params])
-    return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, made["diff_outputs"] if diff else (), made["structure"])
+    diff_outputs = made["diff_outputs"] if diff else ()
+    return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, diff_outputs, made["structure"], made["memory"])
 
 
 def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -345,6 +350,36 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     (dtype,) = dtypes
     return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+
+
+def _applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+    """`fn` of arguments whose containers were made for this call: what it changes of them is lost, and so an error."""
+    args, kwargs = _entering(params, args, kwargs)
+
+    def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
+        trees = _arguments(fn, params, args, kwargs)
+        return [(name, dict(zip(tree.paths(x, name), tree.leaves(x), strict=True)), tree.structure(x)) for name, x in trees]
+
+    before = contents()
+    result = fn(params, *args, **kwargs)
+    changed = []
+    for (name, old, structure), (_, new, now) in zip(before, contents(), strict=True):
+        leaves = [path for path in {**old, **new} if path not in old or path not in new or old[path] is not new[path]]
+        changed += leaves or ([name] if structure != now else [])
+    if changed:
+        text = "changes a list, dict or other container that it is given"
+        fix = "return the new value instead, and put it into the container outside of the block"
+        raise TraceError(message(f"block {_name(fn)}", text, [*_where(fn), *changed], fix))
+    return result
+
+
+def _arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of a call, by the names that the function has for them."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
 
 
 def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:

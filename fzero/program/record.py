@@ -37,6 +37,7 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
+_SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
 _NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 
 
@@ -80,6 +81,8 @@ class Recorder(compat.TorchDispatchMode):
         self._results = Results()
         self._labels: dict[fx.Node, str] = {}
         self._storages: dict[int, str] = {}  # of arguments
+        self._shared: dict[int, dict[int, str]] = {}  # storages that stand for one memory, and the blocks that make them so
+        self._stale: dict[int, tuple[str, str | None]] = {}  # storages of whose memory another was written, by which block and where
         self._outside: FrameType | None = None  # the frame that traces
         self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
         self._dtype = torch.get_default_dtype()
@@ -87,7 +90,7 @@ class Recorder(compat.TorchDispatchMode):
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
         node = self.graph.placeholder(name)
         self.track(tensor, node)
-        self._labels[node] = self._storages[tensor.untyped_storage()._cdata] = label or name
+        self._labels[node] = self._storages[_storage(tensor)] = label or name
         return node
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -101,8 +104,19 @@ class Recorder(compat.TorchDispatchMode):
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
+    def share(self, tensors: Sequence[torch.Tensor], owner: str) -> None:
+        """In PyTorch these have one memory, by a block of this name; here each has its own. What is written to one must not be read from another."""
+        storages = [_storage(t) for t in tensors]
+        one = {k: name for s in storages for k, name in self._shared.get(s, {}).items()} | dict.fromkeys(storages, owner)
+        self._shared.update(dict.fromkeys(one, one))
+
     def node(self, tensor: torch.Tensor) -> fx.Node:
         found = self._nodes.get(id(tensor))
+        if self._stale and _storage(tensor) in self._stale:
+            block, where = self._stale[_storage(tensor)]
+            written = [f"written in place: {where}"] if where else []
+            text = f"reads a tensor after its memory was written through another, that an argument or a result of {block} shares with it"
+            raise TraceError(message(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED))
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 self._refuse_functions("torch.cond, scan, while_loop or their like")
@@ -255,9 +269,12 @@ class Recorder(compat.TorchDispatchMode):
         if compat.backward_of() is None:
             self.in_place.update(dict.fromkeys(self.here()))
         for tensor in tensors:
-            label = self._storages.get(tensor.untyped_storage()._cdata)
-            if label is not None:
-                self.written.setdefault(label, self.where())
+            written = _storage(tensor)
+            for storage, block in self._shared.get(written, {written: ""}).items():
+                if storage in self._storages:
+                    self.written.setdefault(self._storages[storage], self.where())
+                if storage != written:
+                    self._stale.setdefault(storage, (block, self.where()))
 
     def _overwrite(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Writes down `old.copy_(new)`, of which autograd, like PyTorch's, knows nothing."""
@@ -296,6 +313,10 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _check_dtypes(func: Any, args: Any) -> None:
