@@ -118,7 +118,10 @@ def stops(mesh: fz.Mesh) -> int:
         signal.signal(signal.SIGTERM, on_terminate)  # until now there was nothing to save
     found = torch.tensor(int(INTERRUPT["signal"]))
     if mesh.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        except RuntimeError as error:  # what the process group says of a connection that is gone
+            raise fz.errors.left("step", mesh.rank, mesh.size) from error
     INTERRUPT["signal"] = int(found) or INTERRUPT["signal"]  # which may have come meanwhile
     return int(found)
 

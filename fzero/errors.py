@@ -84,3 +84,11 @@ def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError
     names = difflib.get_close_matches(name, known) or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
     return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")
+
+
+def left(where: str, rank: int, size: int) -> DivergenceError:
+    """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more because another has."""
+    gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
+    return DivergenceError(
+        message(where, "a transfer between ranks failed", [f"rank {rank}: {gone}"], "look at that rank's errors; go on from the last checkpoint")
+    )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError, left, message
 
 T = TypeVar("T")
 
@@ -63,7 +63,10 @@ def together(ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Ca
 
 def _exchange(mine: Any) -> list[Any]:
     out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, mine)
+    try:
+        dist.all_gather_object(out, mine)
+    except RuntimeError as error:  # what the process group says of a connection that is gone
+        raise left("checkpoint", dist.get_rank(), dist.get_world_size()) from error
     return out
 
 
