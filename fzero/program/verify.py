@@ -102,8 +102,9 @@ class _Checker:
                     self._bad(line, f"{name} is written twice")
                 self.written.add(name)
                 self.overwritten.add(self._root(name))
-        for name in set(self.started) - waiting_outside:
-            self._bad(self.started[name], f"{name} is never waited for")
+        for name, start in self.started.items():
+            if name not in waiting_outside:
+                self._bad(start, f"{name} is never waited for")
 
     def _settle(self, line: Line) -> None:
         """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back."""
