@@ -75,6 +75,7 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
+        self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
 
@@ -117,7 +118,9 @@ class Compiled:
         self._runs[key] = kept
         if len(self._runs) > MOST_PROGRAMS:
             del self._runs[next(iter(self._runs))]
-            logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
+            if not self._said:
+                logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
+            self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
             self._same_settings(kept)
