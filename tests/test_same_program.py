@@ -242,7 +242,7 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
 
 
 def test_a_loss_that_counts_its_calls_is_refused() -> None:
-    """The first trace shows that a number has changed, a second one whether it changes each time: what is kept from call to call, or written down, is let be."""
+    """The first trace shows that a number has changed, a second one whether it changes each time: what is kept, or only written down, is let be."""
 
     class Model:
         calls, width = 0, None
