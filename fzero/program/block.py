@@ -104,7 +104,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
         tracer = _tracer.get()
         if tracer is None or compat.functorch_active() or compat.forward_ad_active():
             return _applied(fn, params, args, kwargs) if _casting.get() else fn(params, *args, **kwargs)
-        return tracer.call(fn, params, args, kwargs)
+        with tracer.recorder.remembering():
+            return tracer.call(fn, params, args, kwargs)
 
     return call
 
@@ -119,7 +120,7 @@ class Blocks:
     def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, casts: bool = False, watch: bool = False):
         self.joints: dict[Hashable, Joint] = {}
         self.maxima: list[torch.Tensor] = []
-        self._recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
+        self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self._names = Names()
 
     @contextmanager
@@ -132,7 +133,7 @@ class Blocks:
             _casting.reset(casting)
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._recorder.check_default_dtype()
+        self.recorder.check_default_dtype()
         flat, spec = tree.flatten((params, args, kwargs))
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
@@ -143,7 +144,7 @@ class Blocks:
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
             raise TraceError(message(owner, "takes tensors and hashable constants", wrong, "make parameters tensors; pass settings as numbers or strings"))
-        if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
+        if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
         grad = torch.is_grad_enabled()
@@ -172,21 +173,21 @@ class Blocks:
         elif _retracing.get():
             compare(joint)
         call, self._calls = self._calls, self._calls + 1
-        outputs = _Call.apply(self._recorder, joint, call, body, *tensors)
+        outputs = _Call.apply(self.recorder, joint, call, body, *tensors)
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
         values = [*given, *outputs]
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:
-                self._recorder.share([values[first], values[i]], owner)
+                self.recorder.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, outputs)
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
         own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
-        leaves = [self._recorder.named(leaf) for _, leaf in own]
+        leaves = [self.recorder.named(leaf) for _, leaf in own]
         return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
 
 

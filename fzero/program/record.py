@@ -73,6 +73,7 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
         self.failure: Failure | None = None
+        self.refused: Exception | None = None  # what the function may have caught: it runs on, but not as it would in PyTorch
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
         self._source = constants_from
@@ -142,10 +143,22 @@ class Recorder(compat.TorchDispatchMode):
         """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
         self._outside = sys._getframe(2)
         try:
-            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self), Calls(self), self:
-                yield
+            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
+                with Calls(self), self:
+                    yield
+                if self.refused is not None:
+                    raise self.refused
         finally:
             self._outside = None
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """A refusal that leaves the body ends the trace, whatever the function that is traced does with it."""
+        try:
+            yield
+        except TraceError as error:
+            self.refused = self.refused or error
+            raise
 
     def check_default_dtype(self) -> None:
         """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
@@ -198,7 +211,10 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with self.remembering():
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not compat.is_operator(func):
             self._refuse_functions(str(func))
         if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
@@ -225,7 +241,7 @@ class Recorder(compat.TorchDispatchMode):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
             raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
         if func in hidden.REWRITTEN:
-            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), self._overwrite, *args)
+            results = hidden.REWRITTEN[func](lambda op, *xs: self._dispatched(op, xs, {}), self._overwrite, *args)
             if results is not None:
                 return results
         backward = compat.backward_of()

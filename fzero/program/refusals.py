@@ -43,6 +43,7 @@ class Traced(Protocol):
     """Who knows the tensors of the function that is traced."""
 
     failure: Failure | None
+    refused: Exception | None
     in_place: dict[str, None]
 
     @property
@@ -95,13 +96,17 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
-            raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+            error = TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+            self._traced.refused = self._traced.refused or error
+            raise error
         try:
             return func(*args, **(kwargs or {}))
         except FzeroError:
             raise
         except _KINDS as error:
             note(self._traced, error, func, (args, kwargs or {}))
+            if any(text in str(error) for text in _OF_TRACES):
+                self._traced.refused = self._traced.refused or error
             raise
 
 
@@ -124,6 +129,8 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
     except FzeroError:
         raise
     except _KINDS as error:
+        if _raised_by_user(error):
+            raise
         failure = traced.failure if traced is not None and traced.failure is not None and traced.failure.error is error else None
         where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
         said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
@@ -133,13 +140,15 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
             raise TraceError(message(owner, rule[0], places, rule[1])) from error
         if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
             raise TraceError(message(owner, said, where, "pass what the function takes: tensors are parameters, batch, and what is made of them")) from error
-        if failure is None or _raised_by_user(error):
+        if failure is None:
             raise
         fix = "change the operation, or the shapes and dtypes of its operands" + (", which are above" if failure.operands else "")
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
+_OF_TRACES = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet", "passed to FakeTensor.__format__")
+"""What PyTorch says of the tensors of a trace alone: with real ones there is no error."""
 _IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")

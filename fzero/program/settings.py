@@ -6,7 +6,7 @@ that is known here (a file, a lock, an iterator) is told by its identity, or not
 
 A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`, `globals()["RATE"]`.
 
-What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, names that are put
+What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock, globals of installed libraries, names that are put
 together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
 lies behind the first `MOST` values.
 """
@@ -20,10 +20,12 @@ import dis
 import enum
 import functools
 import hashlib
+import itertools
 import marshal
 import numbers
 import operator
 import os
+import random
 import sys
 import threading
 import types
@@ -89,11 +91,28 @@ def changes(old: Settings, new: Settings) -> list[str]:
     return [f"{new.places[at]}: another than before"]
 
 
-def numbers_in(settings: Settings) -> dict[str, int | float]:
-    """The numbers among what a function reads, by place; those that are alone there."""
-    found = [(place, fact[1]) for fact, place in zip(*settings, strict=True) if isinstance(fact, tuple) and len(fact) == 2 and fact[0] in (bool, int, float)]
+def counted(*values: Any) -> dict[str, Hashable]:
+    """What functions may change by counting or drawing, by place: the numbers that are alone there, and how far generators and iterators are, those of
+    Python's `random` and NumPy's included."""
+    walk = _Walk(strict=False)
+    walk.run(values)
+    found = [(place, fact) for fact, place in zip(walk.facts, walk.places, strict=True) if isinstance(fact, tuple) and fact[0] in (bool, int, float)]
     often = collections.Counter(place for place, _ in found)
-    return {place: value for place, value in found if often[place] == 1}
+    numpy = sys.modules.get("numpy")
+    drawn = {"random (Python's generator)": hash(random.getstate()), **({"numpy.random": str(numpy.random.get_state())} if numpy else {})}
+    return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
+
+
+def _state(x: Any) -> Hashable:
+    """How far a generator of random numbers or an iterator is; None of other values."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(x, random.Random):
+        return hash(x.getstate())
+    if numpy and isinstance(x, (numpy.random.Generator, numpy.random.RandomState)):
+        return str(x.bit_generator.state if isinstance(x, numpy.random.Generator) else x.get_state())
+    if isinstance(x, itertools.count):
+        return repr(x)
+    return operator.length_hint(x, -1) if isinstance(x, Iterator) else None
 
 
 def _told(settings: Settings) -> dict[str, str]:
@@ -170,6 +189,7 @@ class _Walk:
         self._alive: list[Any] = []  # ids are only good while the value lives
         self._names: set[str] = set()
         self._scopes: list[_Scope] = []
+        self.states: dict[str, Hashable] = {}
 
     def run(self, values: Collection[Any]) -> None:
         self._todo += [(x, "") for x in values]
@@ -326,6 +346,8 @@ class _Walk:
 
     def _object(self, x: Any, path: str) -> None:
         kind = type(x)
+        if (state := _state(x)) is not None:
+            self.states[path] = state
         equal = kind.__eq__ is not object.__eq__
         if isinstance(x, torch.nn.Module):
             self._fact(kind, path)

@@ -21,7 +21,7 @@ from fzero.mesh import Mesh
 from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, numbers_in, settings
+from fzero.program.settings import Settings, changes, counted, settings
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
@@ -41,7 +41,7 @@ def alone(owner: str) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.mesh.alone(owner):
+            with self.mesh.alone(owner), torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
                 return method(self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -132,8 +132,10 @@ class Compiled:
 
     def _settings(self) -> Settings:
         """What the step's functions read now beside their arguments."""
-        step = self.step
-        return settings(*((step.fn,) if isinstance(step, EvalStep) else (step.loss_fn, step.optimizer)), strict=False)
+        return settings(*self._functions(), strict=False)
+
+    def _functions(self) -> tuple[Any, ...]:
+        return (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
 
     def _same_settings(self, kept: _Kept) -> None:
         """Raises if a value that was traced as it was is another now."""
@@ -164,16 +166,20 @@ class Compiled:
         return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
-        """Lowers the step; once more if it left other numbers behind in what it reads, for what it kept is then as it was, and what it counts is not."""
-        numbers = numbers_in(self._settings())
+        """Lowers the step; once more if it left other numbers behind in what it reads: what it kept is then as it was, what it counts or draws is not."""
+        before = counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        if (first := numbers_in(self._settings())) == numbers:
+        if (first := counted(*self._functions())) == before:
             return lowered
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        again = numbers_in(self._settings())
-        if counted := [f"{place}: {value!r} before, {again[place]!r} after" for place, value in first.items() if repr(again.get(place, value)) != repr(value)]:
-            fix = "pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; what is only written down goes into a list"
-            raise FzeroValueError(message("step", f"{self.step.name} changes what it reads, each time it is called: traced once, it would not", counted, fix))
+        again = counted(*self._functions())
+        if changed := [_changed(place, value, again[place]) for place, value in first.items() if again.get(place, value) != value]:
+            fix = (
+                "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
+                "what is only written down goes into a list"
+            )
+            what = f"{self.step.name} counts or draws each time it is called: traced once, it would not"
+            raise FzeroValueError(message("step", what, changed, fix))
         return lowered
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
@@ -186,3 +192,10 @@ class Compiled:
             return executable(lowered.program, functions, self.mesh)
 
         return lowered, finish
+
+
+def _changed(place: str, before: Any, after: Any) -> str:
+    """A number that has become another, with both; of a generator that it has drawn."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return f"{place}: {before[1]} before, {after[1]} after"
+    return f"{place}: drawn from"
