@@ -215,7 +215,8 @@ def test_attributes_of_tensors_that_cross_a_border_are_refused_by_name() -> None
     batch.scale = 3.0  # type: ignore[attr-defined]
     state = train.init(PARAMS)
     for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling")):
-        with pytest.raises(FzeroTypeError, match=rf"leaves of a batch are values(?s:.*)\n  {text}\nFix: x.detach"):
-            train(state, wrong)
+        for call in (train, lambda state, x: train.step(train.step.init(PARAMS), x)):
+            with pytest.raises(FzeroTypeError, match=rf"leaves of a batch are values(?s:.*)\n  {text}\nFix: x.detach"):
+                call(state, wrong)
     assert train(state, {**state.params}["w"][:2].detach())  # what this library notes on a state's tensors
     assert train(state, state.params["w"])

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat, tree
+from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.program import hidden
 from fzero.program.ambient import without_autocast
 from fzero.program.ctc import CTC
-from fzero.program.refusals import OF_HISTORY, OF_MEMORY, Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
+from fzero.program.refusals import CHANGES, NEW_VALUE, OF_HISTORY, OF_MEMORY, Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
 from fzero.program.results import Results
 from fzero.program.settings import exact
 from fzero.program.storages import is_view
@@ -38,7 +38,6 @@ _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
-_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +183,7 @@ class Recorder(compat.TorchDispatchMode):
         """As `finish`, without in-place operations. Those on the arguments are an error that names them."""
         if self.written:
             changed = [f"{label}: {where}" if where else label for label, where in self.written.items()]
-            raise TraceError(message(self.owner, "changes its arguments in place", changed, _NEW_VALUE))
+            raise TraceError(message(self.owner, CHANGES, changed, NEW_VALUE))
         graph = self.finish(outputs)
         return functional(graph, self.owner) if self.mutates else graph
 
@@ -241,7 +240,7 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self._literal(args[0], out)
             return out
-        if func in hidden.REFUSED and _given(func, args, kwargs, hidden.REFUSED[func]):
+        if func in hidden.REFUSED and hidden.given(func, args, kwargs, hidden.REFUSED[func]):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
             raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
         if func in hidden.REWRITTEN:
@@ -272,7 +271,7 @@ class Recorder(compat.TorchDispatchMode):
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
-            self._write(_given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]))
+            self._write(hidden.overwritten(func, args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
@@ -351,13 +350,6 @@ _PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "bad
 
 def _is_dense(result: Any) -> bool:
     return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in (result if isinstance(result, (tuple, list)) else (result,)))
-
-
-def _given(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """The tensors that an operator is given for the arguments of these names."""
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-    values = [given.get(name) for name in names]
-    return [x for value in values for x in tree.leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -167,6 +167,8 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
+CHANGES = "changes its arguments in place"
+NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
 _IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"

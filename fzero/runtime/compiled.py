@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fzero import compat, tree
+from fzero import tree
 from fzero.budget import Budget
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroValueError, message
 from fzero.leaves import batch_inputs
 from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
@@ -29,7 +29,7 @@ from fzero.runtime.cache import logger
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan
-from fzero.step import EvalStep
+from fzero.step import EvalStep, check_bare
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -108,9 +108,7 @@ class Compiled:
         if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
             raise FzeroValueError(message("step", f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
-        if marked := _beside_values(batch, flat_batch):
-            fix = "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves of their own"
-            raise FzeroTypeError(message("step", "the leaves of a batch are values: a program does not see what else these are", marked, fix))
+        check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
         kept = self._runs.pop(key, None)
@@ -189,15 +187,3 @@ class Compiled:
             return executable(lowered.program, functions, self.mesh)
 
         return lowered, finish
-
-
-def _beside_values(batch: Any, flat: list[Any]) -> list[str]:
-    """What a loss could read of the leaves of a batch, and a program cannot: attributes that someone has set, and the methods of a class of the user's own."""
-    if all(type(x) is torch.Tensor and not x.__dict__ for x in flat):
-        return []
-    found = []
-    for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
-        if isinstance(x, torch.Tensor):
-            found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
-            found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
-    return found
