@@ -170,7 +170,7 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
 CHANGES = "changes its arguments in place"
 NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
-_IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
+_IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
 _REFUSED = [
