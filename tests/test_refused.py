@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 from test_errors import raises
@@ -125,3 +129,77 @@ def test_a_batch_whose_leaves_have_different_numbers_of_rows(vertical):
     assert torch.allclose(said["loss"], heard["loss"]) and torch.allclose(want.params["w"], got.params["w"])
     fz.testing.check_equivalent(right, WIDE, BATCH, mesh, backend="eager", steps=2)
     assert "whole=<lambda>" in str(right.transforms[0])
+
+
+SWALLOWED = {
+    "item": (lambda y: y.sum().item(), "needs the value of a tensor"),
+    "bool": (lambda y: 1.0 if y.sum() > 0 else 3.0, "needs the value of a tensor"),
+    "numpy": (lambda y: float(y.detach().numpy().sum()), "needs the value of a tensor while being traced (.numpy())"),
+    "draw": (lambda y: torch.rand(()), "draws from torch's global generator"),
+    "data": (lambda y: setattr(y, "data", y * 2), "assigns to .data"),
+    "in a block": (lambda y: fz.block(lambda a: a * a.sum().item())(y), "needs the value of a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+def test_a_refusal_that_the_loss_swallows(case):
+    """In PyTorch nothing would have been raised there, and its `except` not be run."""
+    body, says = SWALLOWED[case]
+
+    def loss(p, x):
+        y = p["w"] * x
+        try:
+            scale = body(y)
+        except Exception:
+            scale = 2.0
+        return (y * scale).square().mean()
+
+    raises(TraceError, lambda: fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X), says)
+
+
+def test_what_fails_in_pytorch_too_may_be_swallowed():
+    def loss(p, x):
+        try:
+            return (torch.ones(3) @ torch.ones(4)) * p["w"].sum()
+        except RuntimeError:
+            return (x @ p["w"]).square().mean()
+
+    assert fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X).program.lines
+
+
+def test_what_the_loss_raises_itself_passes_whatever_it_says():
+    def loss(p, x):
+        raise TypeError("scale(): argument 'rate' is missing")
+
+    with pytest.raises(TypeError, match=r"^scale\(\): argument 'rate' is missing$"):
+        fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X)
+
+
+OWN, NUMPY, COUNT, VALUES = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100)
+
+
+@pytest.mark.parametrize(
+    ("draw", "where"),
+    [
+        (lambda: random.random(), "random (Python's generator)"),
+        (lambda: np.random.rand(), "numpy.random"),
+        (lambda: OWN.random(), "OWN"),
+        (lambda: NUMPY.random(), "NUMPY"),
+        (lambda: next(COUNT), "COUNT"),
+        (lambda: next(VALUES), "VALUES"),
+    ],
+)
+def test_a_loss_that_draws_in_python(draw, where):
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts or draws each time it is called", f"{where}: drawn from", "fz.random")
+
+
+def test_a_step_under_no_grad_is_a_step():
+    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    want, _ = train(train.init(PARAMS), X)
+    for around in (torch.no_grad(), torch.inference_mode()):
+        with around:
+            train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+            state, _ = train(train.init(PARAMS), X)
+        state, _ = train(state, X)
+        assert int(state.step) == 2 and int(want.step) == 1

@@ -231,40 +231,8 @@ class _Cutter:
             out = []
             for node in outputs:
                 across = next((str(u.args[1]) for u in node.users if u.target is all_reduce), None)
+                placement = WHOLE if across is None else Placement(partial=self.axes, by=across if self.axes else "sum")
                 self.name[node] = self._scalar_name(node)
-                out.append(
-                    Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, Placement(partial=self.axes, by=across) if across else WHOLE)
-                )
-            self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
-            return
-        self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
-
-    def _cut(self, node: fx.Node, stop: set[fx.Node]) -> None:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        if source not in self.name:
-            self._function("whole", [source], (), stop - {source})
-        self._line("take_shard", (self.name[source],), node, attrs={"axes": self.axes}, placement=Placement("shard", self.axes))
-
-    def _line(self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE) -> None:
-        self.name[node] = self._scalar_name(node)
-        source = self.values.get(args[0]) if args else None
-        shape = source.shape if source is not None else tuple(node.meta["val"].shape)
-        self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
-
-    def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel together."""
-        for op in ("sum", "max", "min"):
-            group = list(dict.fromkeys(n for n in nodes if n.args[1] == op))
-            if not group:
-                continue
-            for axis in self.axes:
-                handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
-                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
-                self.lines.append(Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer"))
-                out = []
-                for node in group:
-                    self.name[node] = self._scalar_name(node)
-                    placement = Placement(partial=self.axes, by=across) if across else WHOLE
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
             return
