@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fzero as fz
 from fzero import optim
-from fzero.comm.replicas import differing, digest
+from fzero.comm.replicas import differing, digest, digested
 
 
 def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -67,26 +67,30 @@ def _drifts(folder: str, kind: str) -> Any:
     train = _compiled(lambda step: fz.shard_params(fz.data_parallel(step, axis="replica")), replica=2, data=2)
     batch, said = torch.ones(4, 6), []
     state = train.init(_params())
-    if kind != "before the first step":
+    if kind == "before the first step of a second state":
+        train(state, batch)
+        train(state, batch)
+        state = train.init(_params())
+    if kind == "later":
         state, _ = train(state, batch)
         train.check_replicas(state)
         fz.checkpoint.save(folder, state)
     if train.mesh.rank == 3:
         state.params["w"][-1] += 1e-6
     later: list[Any] = [lambda: train.check_replicas(state), lambda: fz.checkpoint.save(folder, state)]
-    acts = [lambda: train(state, batch)] if kind == "before the first step" else later
+    acts = later if kind == "later" else [lambda: train(state, batch)]
     for act in acts:
         with pytest.raises(fz.errors.FzeroError) as caught:
             act()
         said.append((type(caught.value).__name__, str(caught.value)))
     kept = sorted(p.name for p in Path(folder).iterdir())
-    if kind != "before the first step":
+    if kind == "later":
         train(state, batch)
         fz.checkpoint.save(folder, state, check_replicas=False)
     return said, kept, int(state.step)
 
 
-@pytest.mark.parametrize("kind", ["before the first step", "later"])
+@pytest.mark.parametrize("kind", ["before the first step", "before the first step of a second state", "later"])
 def test_replicas_that_drift_apart_are_named(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks = run_ranks(4, _drifts, str(tmp_path), kind)
     for said, _, steps in ranks:
@@ -108,7 +112,7 @@ def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
         sent.append(note)
         return [note, note]
 
-    assert differing({"w": (torch.ones(3), ()), "text": ("a", ())}, {"data": 2}, 2, exchange) == []
+    assert differing(digested({"w": (torch.ones(3), ()), "text": ("a", ())}), {"data": 2}, 2, exchange) == []
     assert len(sent) == 1 and len(str(sent[0])) < 100
 
 

@@ -151,7 +151,7 @@ class Compiled:
     def _rates(self) -> Budget | None:
         """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
         if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
-            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
@@ -176,13 +176,13 @@ class Compiled:
             raise FzeroValueError(message("step", f"{self.step.name} changes what it reads, each time it is called: traced once, it would not", counted, fix))
         return lowered
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
-        """The program, and how to make it executable once all ranks agree on it."""
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
         lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
-        def finish() -> Callable[..., Any]:
+        def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
             functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
-            return executable(lowered.program, functions, self.mesh)
+            return functools.partial(executable, lowered.program, functions, self.mesh)
 
-        return lowered, finish
+        return lowered, built
