@@ -13,7 +13,8 @@ import fzero as fz
 from fzero.comm import replicas
 from fzero.runtime import agree, compiled
 
-STEP = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1)))
+CONFIG = {"scale": 1.0, "last loss": 0.0}
+STEP = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean() * CONFIG["scale"], fz.optim.sgd(0.0)))
 PARAMS, BATCH = {"w": torch.ones(3, 2)}, torch.ones(2, 3)
 
 
@@ -48,6 +49,12 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float]:
         "saved": fails(replicas, "digest", RuntimeError("out of memory"), lambda: fz.checkpoint.save(folder, state)),
         "saving": fails(fz.checkpoint.saving, "write_rank_file", KeyboardInterrupt(), lambda: fz.checkpoint.save(folder, state)),
     }
+    state, metrics = train(state, BATCH)
+    if failing:  # what it writes down is nobody's error, and what the loss reads is everybody's
+        CONFIG["last loss"] = float(metrics["loss"])
+    state, _ = train(state, BATCH)
+    with patch.dict(CONFIG, {"scale": 2.0} if failing else {}):
+        said["settings"] = fails(torch, "ones", ValueError(), lambda: train(state, BATCH), here=False)
     return said, float(train(state, BATCH)[1]["loss"])
 
 
@@ -59,4 +66,5 @@ def test_a_rank_that_fails_keeps_nobody_waiting(run_ranks: Any, tmp_path: Path) 
     assert failing["stopped"].startswith("KeyboardInterrupt") and "rank 1: KeyboardInterrupt" in other["stopped"], other
     assert failing["compared"] == "RuntimeError: out of memory" and "rank 1: RuntimeError: out of memory" in other["compared"], other
     assert failing["saved"] == other["saved"] and "rank 1: RuntimeError: out of memory" in other["saved"], other
+    assert failing["settings"] == other["settings"] and "CONFIG['scale']: 1.0 before, 2.0 now" in other["settings"], other
     assert failing["saving"].startswith("KeyboardInterrupt") and "rank 1: KeyboardInterrupt" in other["saving"], other

@@ -195,6 +195,8 @@ class _Talk:
         if others := [f"rank {rank}: {', '.join(other)}" for rank, other in notes.items() if other.keys() != note.keys()]:
             here = f"rank {self._mesh.rank}: {', '.join(note)}"
             raise DivergenceError(message(self._owner, "the ranks have come to different places", [here, *others], "run the same code on every rank"))
+        if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
+            self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
         return notes
 

@@ -35,6 +35,8 @@ from fzero.transforms.precision import MixedPrecision
 class CompiledStep(Compiled):
     """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open is decided by `init` or `restore`."""
 
+    owner = "step"
+
     def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None):
         super().__init__(step, mesh, backend, limits)
         if (auto := auto_of(step)) is not None:
