@@ -57,7 +57,7 @@ class CompiledStep(Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, about a second for 6 GB);
+        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, 2.5 s of a core for 6 GB);
             every rank computes its own shards.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
             made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
@@ -247,7 +247,7 @@ class CompiledStep(Compiled):
         Args:
             state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
 
-        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU about a second for 6 GB.
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s of a core for 6 GB.
 
         Raises:
             DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
