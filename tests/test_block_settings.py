@@ -601,10 +601,6 @@ def _alias() -> Any:
     return config["rate"]
 
 
-def _put_together() -> Any:
-    return SHARED["ra" + "te"], SHARED.get("ra" + str("te"), 1)
-
-
 def _given_away() -> Any:
     return max(SHARED["rate"], *map(SHARED.get, ["rate"]))
 
@@ -619,7 +615,8 @@ READERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "the environment": (lambda: (os.environ.get("FZERO_RATE"), os.getenv("FZERO_RATE", "1"), "FZERO_RATE" in os.environ), False),
     "an item of the environment": (lambda: os.environ["FZERO_RATE"], False),
     "under another name": (_alias, True),
-    "a key that is put together": (_put_together, True),
+    "a key that is put together": (lambda part="te": SHARED["ra" + part], True),
+    "a key that is put together, by get": (lambda part="te": SHARED.get("ra" + part, 1), True),
     "a method that is given away": (_given_away, True),
     "all items": (lambda: sum(SHARED.values()), True),
     "the whole elsewhere": (Trainer().by_another_name, True),

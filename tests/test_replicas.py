@@ -176,7 +176,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}:
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in given:
             self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
         return out
 

@@ -44,9 +44,7 @@ def digested(held: Held) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {name: (digest(x), axes) for name, (x, axes) in held.items()}
 
 
-def differing(
-    digests: Mapping[str, tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], size: int, exchange: Callable[[Any], list[Any]]
-) -> list[str]:
+def differing(digests: Mapping[str, tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], size: int, exchange: Callable[[Any], list[Any]]) -> list[str]:
     """A line for each name of which two ranks hold different values: the same lines on every rank.
 
     Args:
@@ -77,8 +75,10 @@ def differing(
 
 @torch.no_grad()
 def digest(x: torch.Tensor | str) -> str:
-    """16 hexadecimal digits of a tensor's shape, dtype and bits, or of a text. Two tensors that differ in one element have two; so have, but for a chance of
-    2**-30, two that differ in many, also in signs alone or in where their values are: each row has a random weight, and a word's high bits count in its low ones.
+    """16 hexadecimal digits of a tensor's shape, dtype and bits, or of a text.
+
+    Two tensors that differ in one element have two; so have, but for a chance of about 2**-30, two that differ in many, also in signs alone or in where their
+    values are: each row has a random weight, and a word's high bits count in its low ones.
 
     Memory: 8 MiB, also for a tensor that is not contiguous, and 1/4000 of the tensor. Time: 2.5 GB/s a core, a tenth of that for one that is not contiguous.
     """

@@ -176,7 +176,8 @@ class Compiled:
         again = numbers_in(self._settings())
         if counted := [f"{place}: {value!r} before, {again[place]!r} after" for place, value in first.items() if repr(again.get(place, value)) != repr(value)]:
             fix = "pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; what is only written down goes into a list"
-            raise FzeroValueError(message(self.owner, f"{self.step.name} changes what it reads, each time it is called: traced once, it would not", counted, fix))
+            what = f"{self.step.name} changes what it reads, each time it is called: traced once, it would not"
+            raise FzeroValueError(message(self.owner, what, counted, fix))
         return lowered
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:

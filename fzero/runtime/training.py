@@ -203,8 +203,8 @@ class CompiledStep(Compiled):
             (docs/transforms/offload.md).
 
         Raises:
-            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new values of
-                leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
+            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
+                values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says.
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
@@ -242,7 +242,7 @@ class CompiledStep(Compiled):
 
     @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
-        """Compares what several ranks hold of a state. A state's first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
+        """Compares what several ranks hold of a state. Its first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
 
         Args:
             state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
