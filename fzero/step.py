@@ -350,7 +350,8 @@ def _not_dense(value: Any, root: str) -> list[str]:
     """What is wrong with the leaves of a tree that should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, type(x).__name__ if not isinstance(x, torch.Tensor) else "" if x.layout is torch.strided else str(x.layout)) for p, x in named]
-    return [f"{p}: {kind}" for p, kind in kinds if kind]
+    odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
+    return [f"{p}: {kind}" for p, kind in kinds if kind] + odd
 
 
 def check_batch(batch: Any) -> None:

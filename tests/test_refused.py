@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import random
 
@@ -175,23 +176,67 @@ def test_what_the_loss_raises_itself_passes_whatever_it_says():
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X)
 
 
-OWN, NUMPY, COUNT, VALUES = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100)
+OWN, NUMPY, COUNT, VALUES, MADE = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100), (float(i) for i in range(100))
+SEEN, LEFT, ARRAY, FLAG = [], [*range(100)], np.zeros(1), {"first": True}
 
 
-@pytest.mark.parametrize(
-    ("draw", "where"),
-    [
-        (lambda: random.random(), "random (Python's generator)"),
-        (lambda: np.random.rand(), "numpy.random"),
-        (lambda: OWN.random(), "OWN"),
-        (lambda: NUMPY.random(), "NUMPY"),
-        (lambda: next(COUNT), "COUNT"),
-        (lambda: next(VALUES), "VALUES"),
-    ],
-)
-def test_a_loss_that_draws_in_python(draw, where):
+def first_time():
+    first, FLAG["first"] = FLAG["first"], False
+    return 5.0 if first else 1.0
+
+
+DRAWS = {
+    "random (Python's generator): drawn from": lambda: random.random(),
+    "numpy.random: drawn from": lambda: np.random.rand(),
+    "OWN: drawn from": lambda: OWN.random(),
+    "NUMPY: drawn from": lambda: NUMPY.random(),
+    "COUNT: drawn from": lambda: next(COUNT),
+    "VALUES: drawn from": lambda: next(VALUES),
+    "MADE: drawn from": lambda: next(MADE),
+    "SEEN: a list of 0 before, a list of 1 now": lambda: SEEN.append(1) or len(SEEN),
+    "LEFT: ": lambda: LEFT.pop(),
+    "ARRAY: ": lambda: float(ARRAY.__iadd__(1)[0]),
+    "FLAG['first']: ": first_time,
+}
+
+
+@pytest.mark.parametrize("says", DRAWS)
+def test_a_loss_that_draws_or_counts_in_python(says):
+    draw = DRAWS[says]
     train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
-    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts or draws each time it is called", f"{where}: drawn from", "fz.random")
+    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts, draws or uses something up each time it is called", says, "fz.random")
+
+
+def test_a_tensor_that_the_loss_keeps():
+    """A cache, filled while traced, would hold a tensor without values."""
+    kept = {}
+
+    def loss(p, x):
+        if "scale" not in kept:
+            kept["scale"] = x.square().mean()
+        return (x @ p["w"]).square().mean() * x.abs().max()
+
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "keeps a tensor from call to call", "kept['scale']", "compute it in each call")
+
+
+def test_keys_that_cannot_be_written_down():
+    class Kind(enum.Enum):
+        A = 1
+
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p[Kind.A]).square().mean(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroTypeError, lambda: train.init({Kind.A: torch.ones(4)}), "a key that is neither a text nor a number")
+
+
+def test_a_batch_that_is_a_conjugate_view():
+    z = torch.complex(X, X + 1)
+
+    def loss(p, z):
+        return (z.imag @ p["w"]).square().mean()
+
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    _, metrics = train(train.init(PARAMS), z.conj())
+    torch.testing.assert_close(metrics["loss"], loss(PARAMS, z.conj()))
 
 
 def test_a_step_under_no_grad_is_a_step():

@@ -139,12 +139,13 @@ class Recorder(compat.TorchDispatchMode):
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 self._refuse_functions("torch.cond, scan, while_loop or their like")
+            kept = ", and if it is kept from an earlier call (a cache), compute it in each" if isinstance(tensor, compat.FakeTensor) else ""
             raise TraceError(
                 message(
                     self.owner,
                     "reads a tensor that is not one of its arguments",
                     self.here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
-                    "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
+                    f"pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function{kept}",
                 )
             )
         return found

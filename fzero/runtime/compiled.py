@@ -21,7 +21,7 @@ from fzero.mesh import Mesh
 from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, counted, settings
+from fzero.program.settings import Settings, changes, counted, left_by_traces, settings
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
@@ -67,7 +67,9 @@ class _Kept:
 
 
 class Compiled:
-    """A step on a mesh: lowered once per kind of batch; and the last program that ran."""
+    """A step on a mesh: lowered once per kind of batch; and the last program that ran. `owner`: whose its errors are."""
+
+    owner: str
 
     def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
@@ -107,7 +109,7 @@ class Compiled:
         self.mesh.check_open()
         if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
-            raise FzeroValueError(message("step", f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
+            raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
@@ -127,7 +129,7 @@ class Compiled:
             self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            self._same_settings(kept)
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept))  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -145,7 +147,7 @@ class Compiled:
                 "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
                 "compile the step anew where it changes seldom"
             )
-            raise FzeroValueError(message("step", f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
+            raise FzeroValueError(message(self.owner, f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
 
     def _known(self, inputs: Inputs) -> Inputs:
         """A leaf table, or the one like it that there are programs for."""
@@ -154,7 +156,7 @@ class Compiled:
     def _rates(self) -> Budget | None:
         """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
         if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
-            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
@@ -163,40 +165,46 @@ class Compiled:
         """The leaves of a batch where the program reads them."""
         if any(x.is_meta for x in flat):
             wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
-            raise FzeroValueError(message("step", "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
-        return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+            raise FzeroValueError(message(self.owner, "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
+        return [x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
-        """Lowers the step; once more if it left other numbers behind in what it reads: what it kept is then as it was, what it counts or draws is not."""
-        before = counted(*self._functions())
+        """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or only written down is then as it was
+        to the program, and what is counted, drawn or used up is not."""
+        read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        if (first := counted(*self._functions())) == before:
+        if kept := left_by_traces(*self._functions()):
+            fix = "compute it in each call, or once before and pass it in: as a leaf of the parameters that is not trained, or in the batch"
+            raise FzeroValueError(message(self.owner, f"{self.step.name} keeps a tensor from call to call, which the program would not", kept, fix))
+        now, first = self._settings(), counted(*self._functions())
+        if now == read and first == before:
             return lowered
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        again = counted(*self._functions())
-        if changed := [_changed(place, value, again[place]) for place, value in first.items() if again.get(place, value) != value]:
+        again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        after = counted(*self._functions())
+        changed = [_changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value]
+        if changed or agree.describe(again.program) != agree.describe(lowered.program):
             fix = (
                 "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
                 "what is only written down goes into a list"
             )
-            what = f"{self.step.name} counts or draws each time it is called: traced once, it would not"
-            raise FzeroValueError(message("step", what, changed, fix))
-        return lowered
+            what = f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
+            raise FzeroValueError(message(self.owner, what, changed or changes(read, now), fix))
+        return again
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
-        """The program, and how to make it executable once all ranks agree on it."""
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
         lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
-        def finish() -> Callable[..., Any]:
+        def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
             functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
-            return executable(lowered.program, functions, self.mesh)
+            return functools.partial(executable, lowered.program, functions, self.mesh)
 
-        return lowered, finish
+        return lowered, built
 
 
 def _changed(place: str, before: Any, after: Any) -> str:
     """A number that has become another, with both; of a generator that it has drawn."""
-    if isinstance(before, tuple) and isinstance(after, tuple):
+    if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
         return f"{place}: {before[1]} before, {after[1]} after"
     return f"{place}: drawn from"
