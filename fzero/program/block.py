@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -173,7 +173,8 @@ class Blocks:
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
+            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()  # not those of a checkpoint around the call
+            with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
                 return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
