@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from fzero.progress import Progress
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
-from fzero.schedule.plan import Decision, Plan, plan
+from fzero.schedule.plan import Decision, Plan, peak_bytes, plan
 from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
@@ -53,6 +53,9 @@ from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 from fzero.variants import Variants, finished
+
+LINES_FOR_ADVICE = 4_000
+"""Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs and some seconds."""
 
 
 @dataclass(frozen=True)
@@ -334,18 +337,24 @@ def _rows(step: Step | None, batch: Inputs) -> int:
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together."""
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together. Of a large
+    model few are tried: those that are about what takes the most."""
+    num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
 
     def peak(more: Step) -> int | None:
+        nonlocal num_lines
         try:
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
         except FzeroError:  # contradicts what is there, or cannot be had with this batch
             return None
-        return found.plan_on(budget.device, budget.backend).peak_bytes
+        num_lines += len(found.program.lines)
+        return peak_bytes(found.program, budget.device, budget.backend)[0]
 
     peaks: dict[Any, int] = {}
     for transform in _candidates(step, mesh, least):
+        if num_lines > LINES_FOR_ADVICE:
+            break
         more = _with(step, transform)
         if more is None or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
             continue
@@ -385,21 +394,25 @@ def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool,
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
-def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> Iterator[Any]:
-    """Transforms that may lower the peak of a plan, by what fills it."""
+def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
+    """Transforms that may lower the peak of a plan, those first that are about what takes the most of it."""
+    found = list[tuple[float, Any]]()
+
+    def about(roles: Sequence[str], *transforms: Any) -> None:
+        found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
+
+    state = ("opt_state", "params")
     axis = next((a for a, n in mesh.axes.items() if n > 1), None)
     if axis:
-        yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
+        about((*state, "gradients"), *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)))
+    about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
-    if share_of(least, WITH_BATCH) > FEW:
-        yield from (remat.remat("full"), *(accumulate.accumulate(n) for n in (2, 8) if micro is None))
-    if share_of(least, ("gradients",)) > FEW and micro and not micro.vertical:
-        yield replace(micro, vertical=True)
-    yield mixed_precision("bf16")
-    if share_of(least, ("opt_state", "params")) > FEW:
-        yield from (offload(tier, of, **path) for tier, path in _tiers(mesh) for of in ("opt_state", ("opt_state", "params")))
-    if share_of(least, ("saved",)) > FEW and not mesh.unified_memory:
-        yield offload("cpu", "activations")
+    about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
+    if micro and not micro.vertical:
+        about(("gradients",), replace(micro, vertical=True))
+    if not mesh.unified_memory:
+        about(("saved",), offload("cpu", "activations"))
+    return [transform for _, transform in sorted(found, key=lambda pair: -pair[0])] + [mixed_precision("bf16")]
 
 
 def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
