@@ -1,12 +1,13 @@
 """What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions eagerly
-through torch.func, whatever its transforms: they change how a step is carried out, not what it means.
+through autograd, whatever its transforms: they change how a step is carried out, not what it means.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
+from fzero.arguments import Predicate, accepts, flag, function, number, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.optim import GradientTransformation, global_norm
@@ -22,8 +24,7 @@ from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.refusals import plainly
-
-Predicate = Callable[[str, torch.Tensor], bool]
+from fzero.program.untouched import Untouched
 
 INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
@@ -70,7 +71,8 @@ class Step:
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
         asked = [not kept and (x.is_floating_point() or x.is_complex()) for kept, x in zip(self.mutates(params), meta, strict=True)]
-        accepted = [a and (self.trainable is None or bool(self.trainable(p, x))) for a, p, x in zip(asked, paths, meta, strict=True)]
+        ask = self.trainable
+        accepted = [a and (ask is None or accepts("train_step", "trainable", ask, p, x)) for a, p, x in zip(asked, paths, meta, strict=True)]
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, trained in zip(paths, meta, accepted, strict=True) if trained and x.is_complex()]:
             fix = "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
             raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
@@ -86,7 +88,7 @@ class Step:
             FzeroValueError: a tied leaf of which `mutable` accepts some paths alone.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
-        accepted = [self.mutable is not None and bool(self.mutable(p, x)) for p, x in zip(paths, meta, strict=True)]
+        accepted = [self.mutable is not None and accepts("train_step", "mutable", self.mutable, p, x) for p, x in zip(paths, meta, strict=True)]
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, kept in zip(paths, meta, accepted, strict=True) if kept and x.is_complex()]:
             raise FzeroTypeError(message("train_step", "complex leaves are not averaged over ranks", wrong, "give torch.view_as_real(leaf) in its place"))
         if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):
@@ -126,28 +128,27 @@ class Step:
         """
         check_state(state, "make one with step.init")
         check_batch(batch)
+        check_bare(batch, tree.leaves(batch))
+        batch = tree.map(torch.Tensor.detach, batch)
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
         kwargs = {"key": fzrandom.fold_in(state.key, state.step)} if wants_key(self.loss_fn) else {}
 
         mutable = self.mutates(state.params)
-        made: dict[str, Any] = {}
-
-        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[list[torch.Tensor], dict[int, torch.Tensor]]]:
+        if not trained:
+            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+        with torch.inference_mode(False), torch.enable_grad(), plainly("train_step"), Untouched("train_step", params=state.params, batch=batch):
+            values = [leaves[i].detach().requires_grad_() for i in trained]
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
             parts, aux, new = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux, self.mutable is not None)
             flatten_means(aux)
-            flat, made["aux"] = tree.flatten(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
-            return parts.total if parts.count is None else parts.total / parts.count, (flat, changed)
-
-        if not trained:
-            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
-        with plainly("train_step"):
-            flat, (value, (aux_leaves, changed)) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
-        by_index, aux = dict(zip(trained, flat, strict=True)), tree.unflatten(made["aux"], aux_leaves)
+            value = parts.total if parts.count is None else parts.total / parts.count
+            flat = torch.autograd.grad(value, values, allow_unused=True, materialize_grads=True)
+        value, aux = value.detach(), tree.map(torch.Tensor.detach, aux)
+        by_index = dict(zip(trained, flat, strict=True))
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
@@ -173,7 +174,8 @@ class EvalStep:
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The function, eagerly, without gradients."""
         check_arguments(self.fn, len(batch))
-        with torch.no_grad():
+        check_params(params, "eval_step")
+        with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
             result = self.fn(params, *batch)
         return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
 
@@ -220,13 +222,12 @@ def train_step(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
-    for name, predicate in (("trainable", trainable), ("mutable", mutable)):
-        if predicate is not None and not callable(predicate):
-            problems.append(f"{name} is {type(predicate).__name__}, not a predicate of (path, leaf)")
     if callable(loss_fn) and not _takes(loss_fn):
         problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
+    problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, "write loss_fn(params, batch), or loss_fn(params, batch, *, key)"))
+        fix = "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in path"
+        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
     if not is_transformation(optimizer):
         raise FzeroTypeError(
             message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
@@ -244,6 +245,9 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
+    problems = [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    if problems:
+        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, "write fn(params, *batch), e.g. the loss function"))
     return EvalStep(fn)
 
 
@@ -262,8 +266,12 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
         tensor(3.)
     """
     problems = [] if isinstance(total, torch.Tensor) else [f"total is {type(total).__name__}, not a tensor"]
-    if not isinstance(count, (torch.Tensor, int, float)):
-        problems.append(f"count is {type(count).__name__}, neither a number nor a tensor")
+    if isinstance(total, torch.Tensor) and (total.dim() or not total.is_floating_point()):
+        problems.append(f"total is {shown(total)}, not one floating-point number")
+    if isinstance(count, torch.Tensor):
+        problems += [f"count is {shown(count)}, not one number"] if count.dim() else []
+    else:
+        problems += number("count", count, at_least=0, below=math.inf)
     if problems:
         raise FzeroTypeError(message("weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"))
     if not isinstance(count, torch.Tensor):
@@ -275,12 +283,15 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Several transforms as one. Their order does not matter: transforms commute."""
 
     wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transforms) if not callable(t) or isinstance(t, (Step, EvalStep))]
+    fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
     if wrong:
-        raise FzeroTypeError(message("compose", "takes transforms", wrong, "fz.compose(fz.shard_params(axis='data'), ...)(step)"))
+        raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
 
     def apply(step: Any) -> Any:
-        for transform in transforms:
-            step = transform(step)
+        for i, transform in enumerate(transforms):
+            step = transform.add(step) if hasattr(transform, "add") else transform(step)  # one that does nothing to an evaluation is taken along
+            if not hasattr(step, "transforms"):
+                raise FzeroTypeError(message("compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix))
         return step
 
     return apply
@@ -295,7 +306,7 @@ def wants_key(loss_fn: Callable[..., Any]) -> bool:
 def _takes(loss_fn: Callable[..., Any]) -> bool:
     """Whether a function can be called as a loss; where Python cannot tell, yes."""
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
     except (TypeError, ValueError):
         return True
     try:
@@ -319,10 +330,13 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
 
 
 def check_init(init_fn: Any) -> None:
-    """Raises if what should be an init function is a module."""
+    """Raises if what should be an init function is a module, or takes no key."""
     if isinstance(init_fn, torch.nn.Module):
         fix = "pass dict(module.named_parameters()), and call the module with torch.func.functional_call"
         raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+    if callable(init_fn) and (problems := function("params", init_fn, "key")):
+        fix = "write init(key), e.g. lambda key: params"
+        raise FzeroTypeError(message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix))
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
@@ -345,6 +359,20 @@ def check_batch(batch: Any) -> None:
         raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
 
 
+def check_bare(batch: Any, flat: list[Any]) -> None:
+    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own."""
+    if all(type(x) is torch.Tensor and not x.__dict__ for x in flat):
+        return
+    found = []
+    for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
+        if isinstance(x, torch.Tensor):
+            found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
+            found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
+    if found:
+        fix = "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves of their own"
+        raise FzeroTypeError(message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix))
+
+
 def check_state(state: Any, fix: str, owner: str = "step") -> None:
     """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the optimizer's."""
     if not isinstance(state, State):
@@ -363,10 +391,10 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
         raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
 
 
-def check_params(params: Any) -> None:
+def check_params(params: Any, owner: str = "init") -> None:
     """Raises naming every leaf that is not a dense tensor."""
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:
         raise FzeroTypeError(
-            message("init", "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
+            message(owner, "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
         )
