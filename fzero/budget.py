@@ -80,18 +80,14 @@ def choose(build: Callable[[Choice], Program], starts: Sequence[Choice], budget:
 
     Args:
         build: the finished program of a choice, the same object for choices that come to the same.
-        starts: choices that take least memory but for where gradients wait and what is updated on a guess. One with a guess takes no less than one without.
+        starts: choices that take least memory but for where gradients wait and what is updated on a guess.
         budget: to fit.
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
         open_side: whether it is open on which side what rests off the device is updated.
     """
     known = _Known(build, budget)
-    grown, full = list[Choice](), set[str]()
-    for start in starts:
-        found = None if start.grads in full else _grown(known, start, auto, loops, ENDS if open_side else ENDS[:1])
-        grown += [found] if found else []
-        full |= set() if found or start.guess else {start.grads}
+    grown = [found for start in starts if (found := _grown(known, start, auto, loops, ENDS if open_side else ENDS[:1])) is not None]
     refined: dict[Choice, Choice] = {}
     for choice in sorted(grown, key=known.seconds):
         best = min(map(known.seconds, refined.values()), default=math.inf)
