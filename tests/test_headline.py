@@ -45,7 +45,7 @@ def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any, monkeypa
     found = planned(llama, SMALL, **SHALLOW)
     assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 6e9 and found.disk_bytes <= 20e9
     grads = 4 * sum(x.numel() for x in fz.tree.leaves(llama.headline(layers=2)[1]))
-    assert found.host_breakdown["gradients"] > 0.8 * grads > 2 * found.breakdown["gradients"], "all but of what the device keeps the state of"
+    assert found.host_breakdown["gradients"] > 0.8 * grads and found.breakdown["gradients"] < 0.6 * grads
     assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
     assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
     monkeypatch.setattr(tiers, "waiting_on_host", lambda *args: frozenset())
@@ -58,7 +58,7 @@ def test_seven_billion_parameters(llama: Any) -> None:
     found = planned(llama, {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"})
     assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 58e9
     assert found.host_breakdown["gradients"] > 12e9
-    assert found.step_seconds < 1.3 * found.compute_seconds
+    assert found.exposed_seconds < found.channels["disk"].busy_seconds / 2
 
 
 def test_bounds_are_what_bytes_and_rates_say() -> None:
