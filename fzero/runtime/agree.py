@@ -170,7 +170,7 @@ class _Talk:
                     message(
                         "compile",
                         f"rank {rank} would run another program than rank 0",
-                        _difference(mine, other, rank),
+                        difference(mine, other, "rank 0", f"rank {rank}"),
                         "run the same code, flags and batch shapes on every rank",
                     )
                 )
@@ -207,10 +207,10 @@ class _Talk:
         return self._store.get(f"fzero/agree/{self._id}/0/{rank}/text").decode()
 
 
-def _difference(first: str, other: str, rank: int) -> list[str]:
+def difference(first: str, other: str, one: str, another: str) -> list[str]:
     """The first line in which two texts differ, both sides."""
     pairs = itertools.zip_longest(first.splitlines(), other.splitlines(), fillvalue="(no such line)")
     for number, (a, b) in enumerate(pairs, 1):
         if a != b:
-            return [f"first difference, line {number}:", f"  rank 0: {a.strip()}", f"  rank {rank}: {b.strip()}"]
+            return [f"first difference, line {number}:", f"  {one}: {a.strip()}", f"  {another}: {b.strip()}"]
     return []
