@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 import fzero as fz
-from fzero import errors
 from fzero.bounds import Rests, Sizes
 from fzero.progress import Progress
 from fzero.schedule.devices import KNOWN, Link
-from fzero.transforms import tiers
 from fzero.units import size
 
 GPU = fz.AbstractMesh(data=1, device_type="cuda")
@@ -41,16 +39,13 @@ def planned(llama: Any, budgets: dict[str, str], **how: Any) -> fz.Plan:
     return fz.lower(step, GPU, params, batch, device=DEVICE, **budgets).plan
 
 
-def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any) -> None:
     found = planned(llama, SMALL, **SHALLOW)
     assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 6e9 and found.disk_bytes <= 20e9
     grads = 4 * sum(x.numel() for x in fz.tree.leaves(llama.headline(layers=2)[1]))
     assert found.host_breakdown["gradients"] > 0.8 * grads and found.breakdown["gradients"] < 0.6 * grads
     assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
     assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
-    monkeypatch.setattr(tiers, "waiting_on_host", lambda *args: frozenset())
-    with pytest.raises(errors.BudgetError, match="nothing that 'auto' can move"):
-        planned(llama, SMALL, **SHALLOW)
 
 
 def test_seven_billion_parameters(llama: Any) -> None:
