@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.program import checks
 from fzero.program.ambient import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
@@ -212,7 +213,8 @@ class _Body:
         it, token = iter(xs), _tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(self.spec, [next(it) if c is None else c for c in self.constants])
-            result = _applied(self.fn, params, args, kwargs)
+            with checks.collected() as failed:
+                result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
         flat, structure = tree.flatten(result)
@@ -220,7 +222,7 @@ class _Body:
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
         storages = [x.untyped_storage()._cdata for x in (*xs, *flat)]
-        flat = [_resolved(x) for x in flat]
+        flat = checks.poisoned([_resolved(x) for x in flat], failed)
         return [*flat, _largest(flat)] if self.watch else flat, structure, tuple(map(storages.index, storages))
 
 
