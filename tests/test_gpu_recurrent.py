@@ -22,24 +22,25 @@ SHAPES = [(5, 2, 3), (1, 2, 4), (1, 2, 4), (16, 3), (16, 4), (16,), (16,)]  # x,
 
 
 def called(library: str, x: Any, hx: Any, cx: Any, weights: Any, dropout: float = 0.0, train: bool = True) -> Any:
-    """The operator, as `torch.lstm` calls it on a GPU: it looks first whether the weights are one piece of memory."""
-    torch.empty(0).set_(weights[0].untyped_storage())
+    """The operator, as `torch.lstm` calls it on a GPU."""
     buffers, projection = ((None,), (0,)) if library == "cudnn" else ((), ())
     op = {"cudnn": aten._cudnn_rnn, "miopen": aten.miopen_rnn}[library]
     return op(x, weights, len(weights), *buffers, hx, cx, LSTM, HIDDEN, *projection, 1, False, dropout, train, False, [], None)
 
 
 def recorded(library: str, **settings: Any) -> Recorded:
-    """Output, last cell, and gradients of all, of a loss of both."""
+    """Output, last cell, and gradients of all, of a loss of both; `torch.lstm` looks first whether the weights are one piece of memory."""
 
     def fn(*xs: torch.Tensor) -> list[torch.Tensor]:
         x, hx, cx, *weights = (x.detach().requires_grad_() for x in xs)
+        torch.empty(0).set_(memory)
         output, _, cell, *_ = called(library, x, hx, cx, weights, **settings)
         loss = output.square().sum() + cell.sum()
         return [output, cell, *torch.autograd.grad(loss, [x, hx, cx, *weights])]
 
     with fz.compat.FakeTensorMode():
         fakes = [torch.empty(s) for s in SHAPES]
+        memory = fakes[3].untyped_storage()
         with plainly("test"):
             return record(fn, fakes, owner="test", names=["x", "hx", "cx", "w0", "w1", "b0", "b1"])
 

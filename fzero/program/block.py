@@ -86,6 +86,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass
     its border.
 
+    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds, floating-point results are NaN.
+
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
     Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward, and

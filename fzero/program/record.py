@@ -374,7 +374,13 @@ class Recorder(compat.TorchDispatchMode):
     def _constant_like(self, value: torch.Tensor, args: Any) -> torch.Tensor:
         """A literal of a value that was computed, as a fake tensor where the arguments are."""
         like = next(x for x in tree.leaves(args) if isinstance(x, torch.Tensor))
-        out = compat.new_fake(like.fake_mode, value.shape, value.dtype, like.device, value.stride())
+        out = compat.new_fake(
+            like.fake_mode,  # type: ignore[attr-defined]
+            value.shape,
+            value.dtype,
+            like.device,
+            value.stride(),
+        )
         self._literal(value, out)
         return out
 
