@@ -176,31 +176,6 @@ def test_one_rank_never_joins_the_mesh(run_ranks: Any, tmp_path: Path, rank: int
     assert other.message.splitlines()[-1].startswith("Fix: ")
 
 
-def _second_shape(changed: int) -> None:
-    mesh = fz.make_mesh(data=2, timeout=2)
-    step, params, batch = parts()
-    train = fz.compile(step, mesh, backend="eager")
-    state, _ = train(train.init(params), batch)
-    state, _ = train(state, batch)
-    started = time.monotonic()
-    try:
-        _, metrics = train(state, torch.ones(4, 4) if mesh.rank == changed else batch)
-        metrics["loss"].item()
-    except Exception:
-        assert time.monotonic() - started < SECONDS
-        raise
-
-
-@pytest.mark.parametrize("changed", [0, 1])
-def test_a_second_kind_of_batch_on_one_rank(run_ranks: Any, changed: int) -> None:
-    """The others already run: they cannot be asked, but neither side waits longer than the mesh's timeout."""
-    ranks = run_ranks(2, _second_shape, changed, expect_error=True, timeout=60)
-    assert ranks[changed].type == "DivergenceError" and f"rank {1 - changed} did not come in 2 s" in ranks[changed].message
-    assert "another shape" in ranks[changed].message
-    assert ranks[1 - changed].type == "DivergenceError", ranks
-    assert ranks[1 - changed].message.splitlines()[-1].startswith("Fix: ")
-
-
 def _second_shape_everywhere() -> tuple[int, int]:
     mesh = fz.make_mesh(data=2)
     step, params, _ = parts()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fzero.comm.replicas import Held, differing
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
-from fzero.mesh import Mesh, absent
+from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.segment import signature
 from fzero.program.show import show
@@ -24,10 +24,10 @@ from fzero.runtime import deterministic
 T = TypeVar("T")
 
 
-def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
+def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]], why: str = "") -> tuple[Any, Any]:
     """What `make` returns on this rank, once every rank has made the same program and finished building it.
 
-    `make` returns a `Lowered` and a function that builds it. An error in either is raised here, and reported to the other ranks.
+    `make` returns a `Lowered` and a function that builds it. An error in either is raised here, and reported to the other ranks, who are also told `why`.
 
     Communication: a few hundred bytes through the store, twice; the text of two programs if they differ.
 
@@ -37,7 +37,7 @@ def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]]) -> t
     if mesh.size == 1:
         lowered, finish = make()
         return lowered, finish()
-    talk = _Talk(mesh)
+    talk = _Talk(mesh, about=why)
     lowered, finish = talk.reporting(make)
     text = describe(lowered.program)
     talk.compare(text)
@@ -56,9 +56,10 @@ def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
         return make()
     store = mesh.store
     key = f"fzero/agree/first/{store.add(f'fzero/agree/firsts/{mesh.rank}', 1)}"
+    mesh.turns.begin("an agreement on rates")
     if mesh.rank == 0:
         store.set(key, make())
-    if absent(store, [key], mesh.timeout):
+    if mesh.turns.absent([key], "compile"):
         raise DivergenceError(message("compile", "not every rank is ready to run", [f"rank 0 did not come in {mesh.timeout:g} s"], "look at rank 0's error"))
     return store.get(key).decode()
 
@@ -136,6 +137,7 @@ def transferring(mesh: Mesh) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
         if mesh.size == 1 or not lost:
             raise
+        mesh.turns.look("step")  # which may know why
         fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
         problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
         raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)) from error
@@ -144,8 +146,9 @@ def transferring(mesh: Mesh) -> Iterator[None]:
 class _Talk:
     """One exchange after another between the ranks of a mesh."""
 
-    def __init__(self, mesh: Mesh, owner: str = "compile"):
+    def __init__(self, mesh: Mesh, owner: str = "compile", about: str = ""):
         self._mesh, self._store, self._owner = mesh, mesh.store, owner
+        mesh.turns.begin(owner, about)
         self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:
@@ -179,7 +182,7 @@ class _Talk:
             DivergenceError: naming the ranks that failed or did not come in time.
         """
         self._store.set(self._key(self._mesh.rank), json.dumps(note))
-        missing = absent(self._store, [self._key(rank) for rank in range(self._mesh.size)], self._mesh.timeout)
+        missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
         notes = {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing}
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:

@@ -113,7 +113,8 @@ class Compiled:
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
-            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
+            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
+            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings())
         self._runs[key] = kept
         if len(self._runs) > MOST_PROGRAMS:
@@ -170,3 +171,20 @@ class Compiled:
             return executable(lowered.program, functions, self.mesh)
 
         return lowered, finish
+
+
+def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
+    """In what a call differs from the one before it."""
+    if before is None:
+        return ""
+    new, old = _facts(key), _facts(before)
+    return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name))
+
+
+def _facts(key: tuple[Any, ...]) -> dict[str, str]:
+    params, structure, kinds, deterministic_setting, default_dtype, cast, others = key
+    leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
+    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
+    facts |= {"parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves], "the batch's tree": structure, "the batch's leaves": ", ".join(leaves)}
+    facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
+    return {name: str(value).replace("torch.", "") for name, value in facts.items()}
