@@ -57,7 +57,9 @@ class Turns:
                 self._store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
-            raise DivergenceError(message(owner, "not every rank has come", [f"a rank did not come in {self._timeout:g} s"], "look at the other ranks' errors first"))
+            raise DivergenceError(
+                message(owner, "not every rank has come", [f"a rank did not come in {self._timeout:g} s"], "look at the other ranks' errors first")
+            )
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
         """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""

@@ -61,7 +61,10 @@ def deterministically(run: Run) -> None:
 
 
 PARTINGS: dict[str, tuple[Any, str]] = {
-    "another shape": (lambda run: run.train(run.state, run.batch(3)), "makes a program of loss_fn (Step): the batch's leaves float32[3, 4], before float32[2, 4]"),
+    "another shape": (
+        lambda run: run.train(run.state, run.batch(3)),
+        "makes a program of loss_fn (Step): the batch's leaves float32[3, 4], before float32[2, 4]",
+    ),
     "another tree": (lambda run: run.train(run.state, run.batch(y=torch.ones(2))), "the batch's tree"),
     "autocast": (with_autocast, "autocast's enabled (True, False), before (False, False)"),
     "a switch": (deterministically, "deterministic algorithms on, before off"),

@@ -185,6 +185,10 @@ def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     params, structure, kinds, deterministic_setting, default_dtype, cast, others = key
     leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
-    facts |= {"parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves], "the batch's tree": structure, "the batch's leaves": ", ".join(leaves)}
+    facts |= {
+        "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
+        "the batch's tree": structure,
+        "the batch's leaves": ", ".join(leaves),
+    }
     facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
     return {name: str(value).replace("torch.", "") for name, value in facts.items()}
