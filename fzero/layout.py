@@ -97,6 +97,11 @@ class Leaf:
         return self.layout.dtype
 
     @property
+    def meta(self) -> torch.Tensor:
+        """The whole leaf without values: what a predicate is shown."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

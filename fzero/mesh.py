@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import compat, launcher
+from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroValueError, message
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
@@ -240,6 +241,7 @@ def make_mesh(
         launcher.install_excepthook()
     local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     axes = axes or {"data": -1}
+    _checked({name: n for name, n in axes.items() if n != -1})
     rest = math.prod(n for n in axes.values() if n != -1)
     if list(axes.values()).count(-1) == 1 and rest > 0 and world % rest == 0:
         axes = {name: world // rest if n == -1 else n for name, n in axes.items()}
@@ -262,8 +264,10 @@ def make_mesh(
                 f"start it with `torchrun --nproc-per-node {math.prod(axes.values())}`, or give one axis the size -1",
             )
         )
-    if not timeout > 0:
+    if number("timeout", timeout, above=0):
         raise FzeroValueError(message("make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"))
+    if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
+        raise FzeroValueError(message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed"))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
     if unused and local == 0:

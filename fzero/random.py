@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fzero.arguments import count
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.operators import define
 from fzero.tree import describe
@@ -70,7 +71,7 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
         False
     """
     check_key("random.split", key)
-    if not isinstance(n, int) or n < 1:
+    if count("n", n):
         raise FzeroValueError(message("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key"))
     return DERIVE(key, torch.arange(n, device=key.device), _SPLIT)
 

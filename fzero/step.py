@@ -7,6 +7,7 @@ through torch.func, whatever its transforms: they change how a step is carried o
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
+from fzero.arguments import Predicate, accepts, flag, function, number, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.optim import GradientTransformation, global_norm
@@ -22,8 +24,6 @@ from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.refusals import plainly
-
-Predicate = Callable[[str, torch.Tensor], bool]
 
 INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
@@ -70,7 +70,8 @@ class Step:
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
         asked = [not kept and (x.is_floating_point() or x.is_complex()) for kept, x in zip(self.mutates(params), meta, strict=True)]
-        accepted = [a and (self.trainable is None or bool(self.trainable(p, x))) for a, p, x in zip(asked, paths, meta, strict=True)]
+        ask = self.trainable
+        accepted = [a and (ask is None or accepts("train_step", "trainable", ask, p, x)) for a, p, x in zip(asked, paths, meta, strict=True)]
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, trained in zip(paths, meta, accepted, strict=True) if trained and x.is_complex()]:
             fix = "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
             raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
@@ -86,7 +87,7 @@ class Step:
             FzeroValueError: a tied leaf of which `mutable` accepts some paths alone.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
-        accepted = [self.mutable is not None and bool(self.mutable(p, x)) for p, x in zip(paths, meta, strict=True)]
+        accepted = [self.mutable is not None and accepts("train_step", "mutable", self.mutable, p, x) for p, x in zip(paths, meta, strict=True)]
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, kept in zip(paths, meta, accepted, strict=True) if kept and x.is_complex()]:
             raise FzeroTypeError(message("train_step", "complex leaves are not averaged over ranks", wrong, "give torch.view_as_real(leaf) in its place"))
         if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):
@@ -173,6 +174,7 @@ class EvalStep:
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The function, eagerly, without gradients."""
         check_arguments(self.fn, len(batch))
+        check_params(params, "eval_step")
         with torch.no_grad():
             result = self.fn(params, *batch)
         return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
@@ -220,13 +222,12 @@ def train_step(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
-    for name, predicate in (("trainable", trainable), ("mutable", mutable)):
-        if predicate is not None and not callable(predicate):
-            problems.append(f"{name} is {type(predicate).__name__}, not a predicate of (path, leaf)")
     if callable(loss_fn) and not _takes(loss_fn):
         problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
+    problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, "write loss_fn(params, batch), or loss_fn(params, batch, *, key)"))
+        fix = "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in path"
+        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
     if not is_transformation(optimizer):
         raise FzeroTypeError(
             message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
@@ -244,6 +245,9 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
+    problems = [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    if problems:
+        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, "write fn(params, *batch), e.g. the loss function"))
     return EvalStep(fn)
 
 
@@ -262,8 +266,12 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
         tensor(3.)
     """
     problems = [] if isinstance(total, torch.Tensor) else [f"total is {type(total).__name__}, not a tensor"]
-    if not isinstance(count, (torch.Tensor, int, float)):
-        problems.append(f"count is {type(count).__name__}, neither a number nor a tensor")
+    if isinstance(total, torch.Tensor) and (total.dim() or not total.is_floating_point()):
+        problems.append(f"total is {shown(total)}, not one floating-point number")
+    if isinstance(count, torch.Tensor):
+        problems += [f"count is {shown(count)}, not one number"] if count.dim() else []
+    else:
+        problems += number("count", count, at_least=0, below=math.inf)
     if problems:
         raise FzeroTypeError(message("weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"))
     if not isinstance(count, torch.Tensor):
@@ -275,12 +283,15 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Several transforms as one. Their order does not matter: transforms commute."""
 
     wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transforms) if not callable(t) or isinstance(t, (Step, EvalStep))]
+    fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
     if wrong:
-        raise FzeroTypeError(message("compose", "takes transforms", wrong, "fz.compose(fz.shard_params(axis='data'), ...)(step)"))
+        raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
 
     def apply(step: Any) -> Any:
-        for transform in transforms:
-            step = transform(step)
+        for i, transform in enumerate(transforms):
+            step = transform.add(step) if hasattr(transform, "add") else transform(step)  # one that does nothing to an evaluation is taken along
+            if not hasattr(step, "transforms"):
+                raise FzeroTypeError(message("compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix))
         return step
 
     return apply
@@ -295,7 +306,7 @@ def wants_key(loss_fn: Callable[..., Any]) -> bool:
 def _takes(loss_fn: Callable[..., Any]) -> bool:
     """Whether a function can be called as a loss; where Python cannot tell, yes."""
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
     except (TypeError, ValueError):
         return True
     try:
@@ -319,10 +330,13 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
 
 
 def check_init(init_fn: Any) -> None:
-    """Raises if what should be an init function is a module."""
+    """Raises if what should be an init function is a module, or takes no key."""
     if isinstance(init_fn, torch.nn.Module):
         fix = "pass dict(module.named_parameters()), and call the module with torch.func.functional_call"
         raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+    if callable(init_fn) and (problems := function("params", init_fn, "key")):
+        fix = "write init(key), e.g. lambda key: params"
+        raise FzeroTypeError(message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix))
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
@@ -363,10 +377,10 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
         raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
 
 
-def check_params(params: Any) -> None:
+def check_params(params: Any, owner: str = "init") -> None:
     """Raises naming every leaf that is not a dense tensor."""
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:
         raise FzeroTypeError(
-            message("init", "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
+            message(owner, "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
         )

@@ -36,7 +36,7 @@ class Turns:
             _open.append(self)
 
     def begin(self, kind: str, about: str = "", say: bool = True) -> None:
-        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about` is for people. With `say` the others can see it at once."""
+        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people. `say`: the others can see it at once."""
         self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
         if say:
             self._say()

@@ -23,14 +23,14 @@ _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run whole grids too, of which the other tests take a part; their results are in docs/results")
+    parser.addoption("--exhaustive", action="store_true", help="run whole grids, of which other tests take a part (results: docs/results), and slow repeats")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--exhaustive"):
         for item in items:
             if "exhaustive" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="a whole grid: --exhaustive"))
+                item.add_marker(pytest.mark.skip(reason="a whole grid, or slow and shown by another test too: --exhaustive"))
 
 
 def pytest_configure() -> None:

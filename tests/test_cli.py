@@ -446,8 +446,6 @@ def test_the_script_is_installed():
 def test_as_a_process():
     done = process("plan", "examples/train_gpt.py:plan_target", *MESH, *H100, "--json", cwd=ROOT)
     assert done.returncode == 0 and json.loads(done.stdout)["peak_bytes"] > 0 and done.stderr == ""
-    done = process("plan", "examples/train_gpt.py:plan_targte", *MESH, cwd=ROOT)
-    assert done.returncode == 2 and done.stdout == "" and "near: examples/train_gpt.py:plan_target" in done.stderr
 
 
 def started(*args):

@@ -225,7 +225,7 @@ LOSSES = {
     "weighted vector": (lambda p, x: fz.weighted((x @ p["w"]).sum(0), 6), FzeroTypeError, "total is float32[3]"),
     "weighted count": (lambda p, x: fz.weighted((x @ p["w"]).sum(), x), FzeroTypeError, "count is float32[6, 4]"),
     "weighted number": (lambda p, x: fz.weighted(3.0, 6), FzeroTypeError, "total is float"),
-    "weighted string": (lambda p, x: fz.weighted((x @ p["w"]).sum(), "6"), FzeroTypeError, "count is str"),
+    "weighted string": (lambda p, x: fz.weighted((x @ p["w"]).sum(), "6"), FzeroTypeError, "count='6'"),
     "weighted constant": (lambda p, x: fz.weighted(x.sum(), 6), TraceError, "does not depend"),
 }
 
@@ -256,7 +256,7 @@ def test_signatures() -> None:
     raises(FzeroTypeError, lambda: make(3), "loss_fn is int")
     raises(FzeroTypeError, lambda: make(lambda params: 0), "(params) does not take (params, batch)")
     raises(FzeroTypeError, lambda: make(lambda p, x, key: 0), "(p, x, key)", "*, key")
-    raises(FzeroTypeError, lambda: make(trainable="w"), "trainable is str")
+    raises(FzeroTypeError, lambda: make(trainable="w"), "trainable='w': a predicate is a function of (path, leaf)")
 
 
 # --- parameters ---

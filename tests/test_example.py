@@ -202,8 +202,9 @@ def test_stop_on_nan(run_ranks, tmp_path):
     assert re.search(r"step \d+: loss .*, grad_norm .*: stopped", done.stderr)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_and_resumes(run_ranks, tmp_path):
-    """On one process test_train_big.py has it."""
+    """On one process test_train_big.py has it, and SIGTERM under torchrun the last test here."""
     out, log = tmp_path / "out", tmp_path / "log"
     done = EXAMPLE.interrupted(log, "--steps", 2000, "--out", out, ranks=2)
     stopped = re.search(r"^stopped at step (\d+); continue with --resume$", done.stdout, re.MULTILINE)

@@ -309,6 +309,7 @@ def test_compiled_it_rounds_the_same(compiled_here):
     torch.testing.assert_close(eager[3].float(), compiled[3].float(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.exhaustive  # test_fp8_delayed.py has more in one compilation
 def test_a_compiled_step_is_the_eager_one(compiled_here):
     (want, _), (found, _) = alone(fz.fp8()), trained(fz.fp8(), backend="inductor")
     torch.testing.assert_close(torch.stack(found), torch.stack(want), rtol=2e-3, atol=0.0)

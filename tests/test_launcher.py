@@ -30,9 +30,9 @@ def test_ranks_that_start_again_join_and_train(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import restarts
 
-    done, found = restarts.lives(2, tmp_path, 200.0)
+    done, found = restarts.lives(1, tmp_path, 200.0)
     assert done.returncode == 0, done.stderr
-    assert [[loss for _, loss in life] for life in found] == [[40.0, 40.0]] * 2 + [[40.0, 40.0]], found
+    assert [[loss for _, loss in life] for life in found] == [[40.0, 40.0]] * 2, found
     assert "wait timeout" not in done.stderr, "c10d warns of every wait in vain"
 
 

@@ -341,7 +341,7 @@ def test_wrong_new_values(new, kwargs, words):
 
 
 def test_wrong_predicates():
-    raises(FzeroTypeError, lambda: fz.train_step(loss_fn, optim.sgd(0.1), mutable=["bn"]), "mutable is list, not a predicate of (path, leaf)")
+    raises(FzeroTypeError, lambda: fz.train_step(loss_fn, optim.sgd(0.1), mutable=["bn"]), "mutable=['bn']: a predicate is a function of (path, leaf)")
     one = torch.zeros(4)
     tied = {"w": torch.ones(4), "a": one, "b": one}
     torn = fz.train_step(lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1}), optim.sgd(0.1), mutable=lambda path, leaf: "'a'" in path)

@@ -239,3 +239,33 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         globals()["temperature"] = 8.0
         with pytest.raises(fz.errors.FzeroValueError, match=r"temperature: 4\.0 before, 8\.0 now"):
             evaluate(PARAMS, BATCH)
+
+
+def test_a_loss_that_counts_its_calls_is_refused() -> None:
+    """The first trace shows that a number has changed, a second one whether it changes each time: what is kept, or only written down, is let be."""
+
+    class Model:
+        calls, width = 0, None
+
+        def counts(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return (x @ p["w"]).mean() * self.calls
+
+        def keeps(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            self.width = self.width or x.shape[1]
+            return (x @ p["w"]).mean() * self.width
+
+        def writes_down(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.shape[0])
+            return (x @ p["w"]).mean() + 0 * len(seen)
+
+    seen: list[int] = []
+    params, batches = {"w": torch.ones(4, 4)}, [torch.ones(n, 4) for n in (2, 3, 2)]
+    for name in ("keeps", "writes_down"):
+        train = fz.compile(fz.train_step(getattr(Model(), name), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        state = train.init(params)
+        for batch in batches:
+            state, _ = train(state, batch)
+    train = fz.compile(fz.train_step(Model().counts, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)self\.calls: 1 before, 2 after.*Fix: pass a count in the batch"):
+        train(train.init(params), batches[0])

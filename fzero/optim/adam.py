@@ -8,7 +8,7 @@ import torch
 
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
-from fzero.optim.masking import Mask, resolve_mask
+from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.quantized import POSITIVE, SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
@@ -88,6 +88,7 @@ def _adam(
     state_dtype: str = "fp32",
 ) -> GradientTransformation:
     check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    check_mask(where, mask)
     reject(where, [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"])
 
     def init(params: Tree) -> ScaleByAdamState | QuantizedAdamState:
@@ -97,7 +98,7 @@ def _adam(
 
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         count = state.count + 1
-        t, size = count.to(torch.float64), sign * rate(lr, state.count)
+        t, size = count.to(torch.float64), sign * rate(where, lr, state.count)
         at = scalars(size / (1 - b1**t), (1 - b2**t).sqrt(), size * weight_decay)
 
         def leaf(g: Any, m: Any, v: Any, p: Any = None, decayed: bool = False) -> tuple[Any, Any, Any]:

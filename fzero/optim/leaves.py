@@ -7,12 +7,14 @@ helpers, so that an optimizer's own file is its formula.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero.arguments import flag, function, number, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.tree import Tree
 
@@ -99,10 +101,22 @@ def new_count(params: Tree) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device=flat[0].device if flat else None)
 
 
-def rate(lr: float | Callable[[Any], Any], count: torch.Tensor) -> float | torch.Tensor:
+def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> float | torch.Tensor:
     """The learning rate of this update: a number as it is, a schedule's value as 0-dim float64."""
-    value = lr(count) if callable(lr) else lr
+    value = scheduled(where, lr, count) if callable(lr) else lr
     return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
+
+
+def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | int) -> Any:
+    """What a schedule says of this update: a number, or a tensor of one."""
+    value = schedule(count)
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool:
+        return value
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):
+        of = getattr(schedule, "__name__", type(schedule).__name__)
+        fix = "return a number or a 0-dim tensor; the step that it is given is a 0-dim tensor"
+        raise FzeroTypeError(message(where, "a schedule returns one number", [f"{of}(step): {shown(value)}"], fix))
+    return value
 
 
 def scalars(*values: float | torch.Tensor) -> Callable[[torch.dtype], tuple[float | torch.Tensor, ...]]:
@@ -128,17 +142,23 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    where: str, lr: Any = 0.0, positive: dict[str, Any] | None = None, not_negative: dict[str, Any] | None = None, betas: dict[str, Any] | None = None
+    where: str,
+    lr: Any = 0.0,
+    positive: dict[str, Any] | None = None,
+    not_negative: dict[str, Any] | None = None,
+    betas: dict[str, Any] | None = None,
+    flags: dict[str, Any] | None = None,
 ) -> None:
     """Every bad hyperparameter at once. NaN is bad everywhere."""
     if not callable(lr) and not isinstance(lr, (int, float)):
         raise FzeroTypeError(
             message(where, f"lr is a {type(lr).__name__}", fix="give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)")
         )
-    problems = [f"lr={lr!r}: must be at least 0"] if not callable(lr) and not lr >= 0 else []
-    problems += [f"{name}={x!r}: must be greater than 0" for name, x in (positive or {}).items() if not x > 0]
-    problems += [f"{name}={x!r}: must be at least 0" for name, x in (not_negative or {}).items() if not x >= 0]
-    problems += [f"{name}={x!r}: must be at least 0 and less than 1" for name, x in (betas or {}).items() if not 0 <= x < 1]
+    problems = function("lr", lr, "step") if callable(lr) else number("lr", lr, at_least=0, below=math.inf)
+    problems += [p for name, x in (positive or {}).items() for p in number(name, x, above=0)]
+    problems += [p for name, x in (not_negative or {}).items() for p in number(name, x, at_least=0, below=math.inf)]
+    problems += [p for name, x in (betas or {}).items() for p in number(name, x, at_least=0, below=1)]
+    problems += [p for name, x in (flags or {}).items() for p in flag(name, x)]
     reject(where, problems)
 
 

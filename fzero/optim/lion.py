@@ -8,7 +8,7 @@ import torch
 
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, scalars
-from fzero.optim.masking import Mask, resolve_mask
+from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -41,12 +41,13 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     """
     where = "optim.lion"
     check(where, lr, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    check_mask(where, mask)
 
     def init(params: Tree) -> LionState:
         return LionState(new_count(params), new_moment(where, params))
 
     def update(grads: Tree, state: LionState, params: Tree = None) -> tuple[Tree, LionState]:
-        size = -rate(lr, state.count)
+        size = -rate(where, lr, state.count)
         at = scalars(size, size * weight_decay)
 
         def leaf(g: Any, m: Any, p: Any = None, decayed: bool = False) -> tuple[Any, Any]:

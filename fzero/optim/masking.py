@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.arguments import function, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import structure_message
+from fzero.optim.base import GradientTransformation, is_transformation
+from fzero.optim.leaves import reject, structure_message
 from fzero.tree import Tree
 
 Mask = Tree | Callable[[str, torch.Tensor], bool]
@@ -57,6 +58,9 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         {'a': tensor([0.]), 'b': tensor([1.])}
     """
 
+    reject("optim.masked", [] if is_transformation(inner) else [f"inner={shown(inner)}: no optimizer"], "e.g. optim.masked(optim.adamw(3e-4), mask)")
+    check_mask("optim.masked", mask)
+
     def choose(like: Tree) -> Tree:
         return resolve_mask("optim.masked", mask, like)
 
@@ -97,6 +101,10 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         {'bias': tensor([0.1000]), 'w': tensor([10.])}
     """
     where = "optim.partition"
+    problems = [] if isinstance(transformations, dict) else [f"transformations={shown(transformations)}: a dict of label -> optimizer"]
+    problems += [f"transformations[{k!r}]={shown(t)}: no optimizer" for k, t in (() if problems else transformations.items()) if not is_transformation(t)]
+    reject(where, problems, "e.g. optim.partition({'decay': optim.adamw(3e-4), 'rest': optim.sgd(0.1)}, lambda path, leaf: 'decay')")
+    check_mask(where, labels, "labels")
 
     def choose(like: Tree) -> tuple[Tree, set[Any]]:
         chosen = _resolve(where, "labels", labels, like)
@@ -122,6 +130,14 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         return _merged(chosen, done), PartitionState(states)
 
     return GradientTransformation(init, update)
+
+
+def check_mask(where: str, mask: Any, name: str = "mask") -> None:
+    """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that is no bool."""
+    if callable(mask) and not dataclasses.is_dataclass(mask):
+        reject(where, function(name, mask, "path", "leaf"))
+    elif name == "mask" and isinstance(mask, (str, int, float, torch.Tensor)) and not isinstance(mask, bool):
+        reject(where, [f"{name}={shown(mask)}: a tree of bools, or a function of (path, leaf)"])
 
 
 def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:

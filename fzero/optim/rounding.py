@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fzero.errors import FzeroTypeError, message
-from fzero.random import DRAW
+from fzero.random import DRAW, check_key
 from fzero.tree import describe
 
 _LOW = 1 << 16  # what bfloat16 drops of the bits of a float32
@@ -40,7 +40,8 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
         >>> sorted(set(rounded.tolist())), round(float((rounded > 1).float().mean()), 2)
         ([1.0, 1.0078125], 0.25)
     """
-    if x.dtype != torch.float32:
+    check_key("optim.stochastic_round", key)
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
         raise FzeroTypeError(message("optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()"))
     noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
     bits = x.view(torch.int32)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from fzero.arguments import number
 from fzero.optim.leaves import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
@@ -26,6 +27,7 @@ def constant(value: float) -> Schedule:
         >>> constant(0.5)(7)
         tensor(0.5000)
     """
+    _check("constant", {"value": value})
     return lambda step: torch.full_like(_float(step), value, dtype=torch.float32)
 
 
@@ -36,7 +38,7 @@ def linear(init: float, end: float, steps: int) -> Schedule:
         >>> linear(1.0, 0.0, 10)(torch.tensor(4))
         tensor(0.6000)
     """
-    _check("linear", steps=steps)
+    _check("linear", {"init": init, "end": end}, steps=steps)
     return lambda step: (init + (end - init) * _fraction(_float(step), steps)).to(torch.float32)
 
 
@@ -47,7 +49,7 @@ def cosine(init: float, end: float, steps: int) -> Schedule:
         >>> cosine(1.0, 0.0, 10)(torch.tensor(5))
         tensor(0.5000)
     """
-    _check("cosine", steps=steps)
+    _check("cosine", {"init": init, "end": end}, steps=steps)
     return lambda step: _half_cosine(init, end, _fraction(_float(step), steps)).to(torch.float32)
 
 
@@ -68,7 +70,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [round(warmup_cosine(1.0, 10, 110)(step).item(), 3) for step in (0, 5, 10, 60, 110)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    _check("warmup_cosine", warmup_steps=(warmup_steps, total_steps, "total_steps"))
+    _check("warmup_cosine", {"peak": peak, "end": end, "init": init}, warmup_steps, ("total_steps", lambda: total_steps), total_steps=total_steps)
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x = _float(step)
@@ -96,7 +98,8 @@ def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, total_
         >>> [round(warmup_stable_decay(1.0, 10, 20, 100)(step).item(), 3) for step in (0, 5, 10, 80, 90, 100)]
         [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    _check("warmup_stable_decay", decay_steps=decay_steps, warmup_steps=(warmup_steps, total_steps - decay_steps + 1, "total_steps - decay_steps + 1"))
+    fits = "total_steps - decay_steps + 1", lambda: total_steps - decay_steps + 1
+    _check("warmup_stable_decay", {"peak": peak, "end": end, "init": init}, warmup_steps, fits, decay_steps=decay_steps, total_steps=total_steps)
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x = _float(step)
@@ -127,7 +130,7 @@ def warmup_lr(min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 100
         >>> [round(warmup_lr(0.0, 1.0, 100)(step).item(), 3) for step in (0, 9, 99, 500)]
         [0.0, 0.5, 1.0, 1.0]
     """
-    _check_warmup("warmup_lr", warmup_steps, warmup_type)
+    _check_warmup("warmup_lr", {"min_lr": min_lr, "max_lr": max_lr}, warmup_steps, warmup_type)
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x, steps = _float(step), max(2, warmup_steps)
@@ -158,7 +161,7 @@ def warmup_decay_lr(
         >>> [round(warmup_decay_lr(300, 0.0, 1.0, 100)(step).item(), 3) for step in (0, 9, 100, 200, 300)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    _check_warmup("warmup_decay_lr", warmup_steps, warmup_type, total_steps)
+    _check_warmup("warmup_decay_lr", {"min_lr": min_lr, "max_lr": max_lr}, warmup_steps, warmup_type, total_steps=total_steps)
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x, steps = _float(step), max(2, warmup_steps)
@@ -190,19 +193,20 @@ def _gamma(x: torch.Tensor, steps: int, kind: str) -> torch.Tensor:
     return torch.log(x + 1) / math.log(steps) if kind == "log" else x / steps
 
 
-def _check(where: str, **steps: int | tuple[int, int, str]) -> None:
-    """Counts of steps: at least 1, or, given as `(steps, bound, name of the bound)`, at least 0 and less than the bound."""
-    problems = []
-    for name, n in steps.items():
-        if isinstance(n, int) and n < 1:
-            problems.append(f"{name}={n}: must be at least 1")
-        if isinstance(n, tuple) and not 0 <= n[0] < n[1]:
-            problems.append(f"{name}={n[0]}: must be at least 0 and less than {n[2]}={n[1]}")
+def _check(where: str, numbers: dict[str, float], warmup_steps: float = 0, fits: tuple[str, Callable[[], float]] | None = None, **steps: float) -> None:
+    """Values that are finite numbers; `warmup_steps`, at least 0 and less than what `fits` names, and other counts of steps, at least 1."""
+    problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
+    problems += [p for name, n in steps.items() for p in number(name, n, at_least=1, below=math.inf)]
+    problems += number("warmup_steps", warmup_steps, at_least=0, below=math.inf)
+    if fits is not None and all(isinstance(n, (int, float)) for n in (warmup_steps, *steps.values())) and not warmup_steps < fits[1]():
+        problems.append(f"warmup_steps={warmup_steps}: must be at least 0 and less than {fits[0]}={fits[1]()}")
     reject(f"optim.{where}", problems)
 
 
-def _check_warmup(where: str, warmup_steps: int, kind: str, total_steps: int | None = None) -> None:
-    problems = [f"warmup_steps={warmup_steps}: must be at least 1"] if warmup_steps < 1 else []
-    problems += [f"total_steps={total_steps}: must be at least warmup_steps={warmup_steps}"] if total_steps is not None and total_steps < warmup_steps else []
+def _check_warmup(where: str, numbers: dict[str, float], warmup_steps: float, kind: str, **total: float) -> None:
+    problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
+    problems += [p for name, n in {"warmup_steps": warmup_steps, **total}.items() for p in number(name, n, at_least=1, below=math.inf)]
+    if not problems and any(n < warmup_steps for n in total.values()):
+        problems.append(f"total_steps={total['total_steps']}: must be at least warmup_steps={warmup_steps}")
     problems += [f"warmup_type={kind!r}: must be 'log' or 'linear'"] if kind not in ("log", "linear") else []
     reject(f"optim.{where}", problems)

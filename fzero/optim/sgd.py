@@ -30,7 +30,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Raises:
         FzeroValueError: `decay` out of range.
     """
-    check("optim.trace", betas={"decay": decay})
+    check("optim.trace", betas={"decay": decay}, flags={"nesterov": nesterov})
 
     def init(params: Tree) -> TraceState:
         return TraceState(new_moment("optim.trace", params))
@@ -68,7 +68,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
         >>> updates
         {'w': tensor([-0.2000])}
     """
-    check("optim.sgd", lr, not_negative={"weight_decay": weight_decay}, betas={"momentum": momentum})
+    check("optim.sgd", lr, not_negative={"weight_decay": weight_decay}, betas={"momentum": momentum}, flags={"nesterov": nesterov})
     if nesterov and not momentum:
         raise FzeroValueError(message("optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"))
     links = [add_decayed_weights(weight_decay)] if weight_decay else []

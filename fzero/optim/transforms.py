@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from fzero.arguments import function, number
 from fzero.optim.base import GradientTransformation, global_norm, stateless
-from fzero.optim.leaves import check, leafwise, need_params, new_count, scalars, upcast
-from fzero.optim.masking import Mask, resolve_mask
+from fzero.optim.leaves import check, leafwise, need_params, new_count, reject, scalars, scheduled, upcast
+from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.schedules import Schedule
 from fzero.tree import Tree
 
@@ -26,6 +28,7 @@ def scale(factor: float) -> GradientTransformation:
         >>> opt.update({"w": torch.ones(2)}, opt.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([-2., -2.])}
     """
+    reject("optim.scale", number("factor", factor, below=math.inf))
     return stateless(lambda grads, params: _scaled("optim.scale", grads, factor))
 
 
@@ -33,13 +36,18 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Updates are `schedule(count)` times the gradients; `count` is 0 in the first update.
 
     Memory: 8 bytes.
+
+    Raises:
+        FzeroValueError: what is no function of a step.
     """
+    where = "optim.scale_by_schedule"
+    reject(where, function("schedule", schedule, "step"), "give a function of the step, e.g. optim.constant(1e-3)")
 
     def init(params: Tree) -> ScaleByScheduleState:
         return ScaleByScheduleState(new_count(params))
 
     def update(grads: Tree, state: ScaleByScheduleState, params: Tree = None) -> tuple[Tree, ScaleByScheduleState]:
-        return _scaled("optim.scale_by_schedule", grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
+        return _scaled(where, grads, scheduled(where, schedule, state.count)), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update)
 
@@ -53,8 +61,9 @@ def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
     Raises:
         FzeroValueError: a negative number.
     """
-    check("optim.scale_by_learning_rate", lr)
-    return scale_by_schedule(lambda count: -lr(count)) if callable(lr) else scale(-lr)
+    where = "optim.scale_by_learning_rate"
+    check(where, lr)
+    return scale_by_schedule(lambda count: -scheduled(where, lr, count)) if callable(lr) else scale(-lr)
 
 
 def set_to_zero() -> GradientTransformation:
@@ -106,6 +115,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     """
     where = "optim.add_decayed_weights"
     check(where, not_negative={"weight_decay": weight_decay})
+    check_mask(where, mask)
 
     def decay(grads: Tree, params: Tree) -> Tree:
         need_params(where, grads, params)

@@ -22,7 +22,8 @@ import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.arguments import function
+from fzero.errors import FzeroTypeError, TraceError, message
 from fzero.program.ambient import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
@@ -98,6 +99,10 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
         >>> linear({"w": torch.ones(2, 3)}, torch.ones(1, 2))
         tensor([[2., 2., 2.]])
     """
+
+    problems = ["fn is a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    if problems:
+        raise FzeroTypeError(message("block", "takes a function of parameters and more", problems, "write @fz.block above def layer(params, x): ..."))
 
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:

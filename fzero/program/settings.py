@@ -89,6 +89,13 @@ def changes(old: Settings, new: Settings) -> list[str]:
     return [f"{new.places[at]}: another than before"]
 
 
+def numbers_in(settings: Settings) -> dict[str, int | float]:
+    """The numbers among what a function reads, by place; those that are alone there."""
+    found = [(place, fact[1]) for fact, place in zip(*settings, strict=True) if isinstance(fact, tuple) and len(fact) == 2 and fact[0] in (bool, int, float)]
+    often = collections.Counter(place for place, _ in found)
+    return {place: value for place, value in found if often[place] == 1}
+
+
 def _told(settings: Settings) -> dict[str, str]:
     """The values that can be shown, by place: plain ones, and the lengths of containers."""
     shown: dict[str, str] = {}

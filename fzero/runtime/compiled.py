@@ -21,7 +21,7 @@ from fzero.mesh import Mesh
 from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, settings
+from fzero.program.settings import Settings, changes, numbers_in, settings
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
@@ -114,8 +114,11 @@ class Compiled:
         if kept is None:
             before()
             why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
+            read = self._settings()
             lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings())
+            for other in self._runs.values():  # a list that the trace has grown is not what they read
+                other.settings = kept.settings if other.settings == read else other.settings
         self._runs[key] = kept
         if len(self._runs) > MOST_PROGRAMS:
             del self._runs[next(iter(self._runs))]
@@ -161,9 +164,22 @@ class Compiled:
             raise FzeroValueError(message("step", "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
         return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
+    def _lower(self, params: Inputs, batch: Any) -> Lowered:
+        """Lowers the step; once more if it left other numbers behind in what it reads, for what it kept is then as it was, and what it counts is not."""
+        numbers = numbers_in(self._settings())
+        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        if (first := numbers_in(self._settings())) == numbers:
+            return lowered
+        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        again = numbers_in(self._settings())
+        if counted := [f"{place}: {value!r} before, {again[place]!r} after" for place, value in first.items() if repr(again.get(place, value)) != repr(value)]:
+            fix = "pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; what is only written down goes into a list"
+            raise FzeroValueError(message("step", f"{self.step.name} changes what it reads, each time it is called: traced once, it would not", counted, fix))
+        return lowered
+
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
         """The program, and how to make it executable once all ranks agree on it."""
-        lowered = replace(lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates()), chosen=self._chosen)
+        lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
         def finish() -> Callable[..., Any]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}

@@ -176,6 +176,8 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
             return load_calibration(calibration_path(device_type)) if calibration_path(device_type).exists() else generic
         except FzeroValueError:  # of another machine or version: as if there were none
             return generic
+    if not isinstance(name, (str, Path)):
+        raise FzeroValueError(message("plan", f"{name!r} is no device", fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file"))
     if str(name).lower() in KNOWN:
         return KNOWN[str(name).lower()]
     if (path := Path(name)).exists():

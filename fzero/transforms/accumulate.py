@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
+from fzero.arguments import accepts, count, flag, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.program.ir import Line, Program, Value
@@ -41,7 +40,7 @@ class Accumulate(Transform):
         """Whether a leaf of the batch is cut: any that has a dim 0 and that `whole` does not accept."""
         if not leaf.shape:
             return False
-        return self.whole is None or not self.whole(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        return self.whole is None or not accepts(self.name, "whole", self.whole, leaf.path, leaf.meta)
 
     def micro_shapes(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
         """The shapes of the leaves of a rank's batch in one micro-batch.
@@ -90,13 +89,13 @@ def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool =
     """
     if isinstance(step, int):
         step, num_micro_batches = None, step
-    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
+    if count("num_micro_batches", num_micro_batches):
         raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix="give a whole number of at least 1"))
-    if not isinstance(vertical, bool):
-        raise FzeroValueError(message("accumulate", f"vertical={vertical!r} is neither True nor False", fix="e.g. fz.accumulate(4, vertical=True)"))
-    if whole is not None and not callable(whole):
+    if problems := flag("vertical", vertical):
+        raise FzeroValueError(message("accumulate", "these arguments cannot work", problems, "e.g. fz.accumulate(4, vertical=True)"))
+    if problems := predicate("whole", whole):
         fix = "e.g. whole=lambda path, leaf: 'class_weights' in path"
-        raise FzeroTypeError(message("accumulate", f"whole={whole!r}: a predicate is a function of (path, leaf)", fix=fix))
+        raise FzeroTypeError(message("accumulate", "these arguments cannot work", problems, fix))
     return applied(Accumulate(num_micro_batches, vertical, whole), step)
 
 

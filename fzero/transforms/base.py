@@ -23,7 +23,18 @@ class Transform:
     name: ClassVar[str] = ""
 
     def __call__(self, step: Any) -> Any:
-        """The step with this record added."""
+        """The step with this record added.
+
+        Raises:
+            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.step.transforms)` may have among others.
+        """
+        if isinstance(step, EvalStep) and (reason := self.idle(step)):
+            fix = "leave it out; an evaluation takes over what concerns it of a training step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+            raise TransformError(message(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix))
+        return self.add(step)
+
+    def add(self, step: Any) -> Any:
+        """The step with this record, whether it does anything to it or not."""
         if not hasattr(step, "transforms"):
             raise FzeroTypeError(
                 message(self.name, f"transforms a step, not {type(step).__name__}", fix=f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
@@ -54,14 +65,7 @@ class Transform:
 
 
 def applied(record: Transform, step: Step | EvalStep | None) -> Any:
-    """The transformed step, or the transform itself when called without a step.
-
-    Raises:
-        TransformError: a transform that an evaluation is given by name, and that does nothing to it. `fz.compose(*train.step.transforms)` may have such.
-    """
-    if isinstance(step, EvalStep) and (reason := record.idle(step)):
-        fix = "leave it out; an evaluation takes over what concerns it of a training step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
-        raise TransformError(message(record.name, "does nothing to an evaluation", [f"{record}: {reason}"], fix))
+    """The transformed step, or the transform itself when called without a step."""
     return record if step is None else record(step)
 
 

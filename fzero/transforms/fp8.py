@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fzero.arguments import accepts, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
 from fzero.program.scaled import MULTIPLE
@@ -55,7 +56,7 @@ class Fp8(Transform):
         raise FzeroValueError(message(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix))
 
     def _accepts(self, leaf: Leaf) -> bool:
-        return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
 def fp8(step: Any = None, *, scales: str = "tensor", scaling: str = "current", history: int | None = None, where: Where | None = None) -> Any:
@@ -94,7 +95,7 @@ def fp8(step: Any = None, *, scales: str = "tensor", scaling: str = "current", h
     Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep neural networks, 2022.
     """
     for name, value, known in (("scales", scales, SCALES), ("scaling", scaling, SCALING)):
-        if value not in known:
+        if value not in list(known):
             raise FzeroValueError(message("fp8", f"unknown {name}={value!r}", fix=f"one of {', '.join(map(repr, known))}"))
     if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 1):
         raise FzeroValueError(message("fp8", f"history={history!r} is no number of steps", fix=f"a whole number of at least 1, e.g. {HISTORY}"))
@@ -105,9 +106,8 @@ def fp8(step: Any = None, *, scales: str = "tensor", scaling: str = "current", h
     if scaling == "delayed" and scales == "row":
         fix = 'scales="tensor", or scaling="current": which row is large differs from step to step'
         raise FzeroValueError(message("fp8", "a history has one number for an operand, and scales='row' asks for one a row", fix=fix))
-    if where is not None and not callable(where):
-        problem = f"where={where!r}: a predicate is a function of (path, leaf)"
-        raise FzeroTypeError(message("fp8", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: 'head' not in path"))
+    if problems := predicate("where", where):
+        raise FzeroTypeError(message("fp8", "these arguments cannot work", problems, "e.g. where=lambda path, leaf: 'head' not in path"))
     return applied(Fp8(scales, (history or HISTORY) if scaling == "delayed" else None, where), step)
 
 

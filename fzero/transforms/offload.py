@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
+from fzero.arguments import accepts, predicate
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.step import EvalStep
@@ -53,7 +52,7 @@ class Offload(Transform):
         return None if "params" in self.of or masters else "it has no optimizer state, and keeps no activations for a backward"
 
     def takes(self, leaf: Leaf) -> bool:
-        return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def in_program(self) -> str:
         """Without the names of directories, which are each machine's own; their number is the program's."""
@@ -155,8 +154,7 @@ def offload(
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
     elif tier == "auto" and fraction != 1:
         problems.append(f"fraction={fraction!r}: 'auto' chooses it")
-    if where is not None and not callable(where):
-        problems.append(f"where={where!r}: a predicate is a function of (path, leaf)")
+    problems += predicate("where", where)
     if update_on not in SIDES:
         problems.append(f"update_on={update_on!r}: not one of {', '.join(map(repr, SIDES))}")
     elif update_on != "auto" and "opt_state" not in roles:

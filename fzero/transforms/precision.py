@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fzero.arguments import accepts, flag, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
@@ -53,7 +54,7 @@ class MixedPrecision(Transform):
         """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts. One that the loss function returns anew is not."""
         if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
-        return self.where is None or leaf.role != "params" or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+        return self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
         return leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.compute]
@@ -182,14 +183,13 @@ def mixed_precision(
     if auto:
         compute = start or "auto"
     dtypes = {"compute": compute, "params": params, "reduce": reduce, **({} if outputs is None else {"outputs": outputs})}
-    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in DTYPES and (what, value) != ("compute", "auto")]
+    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in list(DTYPES) and (what, value) != ("compute", "auto")]
     if unknown:
         raise FzeroValueError(
             message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8")
         )
-    if where is not None and not callable(where):
-        problem = f"where={where!r}: a predicate is a function of (path, leaf)"
-        raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", [problem], "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
+    if wrong := predicate("where", where):
+        raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
     scaled = "fp16" in (compute, reduce) or compute == "auto"
     problems = [] if loss_scale_at_minimum in AT_MINIMUM else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
     problems += _not_a_scale(loss_scale)
@@ -230,7 +230,7 @@ def _not_a_scale(value: Any) -> list[str]:
 
 
 def _not_a_watch(watch: Any, start: str | None, auto: bool) -> list[str]:
-    problems = [] if isinstance(watch, bool) else [f"watch={watch!r}: neither True nor False"]
+    problems = flag("watch", watch)
     if start is not None and not auto:
         problems.append(f"start={start!r}: compute='auto' alone begins in one dtype and may go on in another")
     if auto and start not in (None, "bf16", "fp16"):

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
+from fzero.arguments import Predicate, accepts, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
 
-Where = Callable[[str, torch.Tensor], bool]
+Where = Predicate
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Parallel(Transform):
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
 
     def shards(self, leaf: Leaf) -> bool:
-        return self.where is None or bool(self.where(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")))
+        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,8 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
 
 def _checked(record: Parallel) -> Parallel:
     """The record, if its arguments are of the right kind."""
-    problems = [] if isinstance(record.axis, str) else [f"axis={record.axis!r}: a transform takes the name of one axis"]
-    if record.where is not None and not callable(record.where):
-        problems.append(f"where={record.where!r}: a predicate is a function of (path, leaf)")
+    problems = [] if isinstance(record.axis, str) and record.axis else [f"axis={record.axis!r}: a transform takes the name of one axis"]
+    problems += predicate("where", record.where)
     if problems:
         raise FzeroTypeError(message(record.name, "these arguments cannot work", problems, "e.g. axis='data', where=lambda path, leaf: leaf.numel() > 10_000"))
     return record

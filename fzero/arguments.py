@@ -1,0 +1,86 @@
+"""Checks of arguments: what is wrong with each, in the same words everywhere, for the function that was given it to raise.
+
+Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and not in the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroTypeError, message
+
+Predicate = Callable[[str, torch.Tensor], bool]
+"""`predicate(path, leaf)`; `leaf` is a meta tensor."""
+
+
+def number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None) -> list[str]:
+    """Of a number within bounds. NaN and bools are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return [f"{name}={shown(value)}: must be a Python number"]
+    if above is not None and not value > above:
+        return [f"{name}={value!r}: must be greater than {above:g}"]
+    within = f" and less than {below:g}" if below is not None and below != math.inf else " and finite" if below is not None else ""
+    if (at_least is not None and not value >= at_least) or (below is not None and not value < below):
+        return [f"{name}={value!r}: must be at least {at_least:g}{within}" if at_least is not None else f"{name}={value!r}: must be{within[4:]}"]
+    return [f"{name}={value!r}: must be a number"] if math.isnan(value) else []
+
+
+def count(name: str, value: Any, least: int = 1) -> list[str]:
+    """Of a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return [f"{name}={shown(value)}: must be a whole number"]
+    return [] if value >= least else [f"{name}={value!r}: must be at least {least}"]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """Of what is True or False."""
+    return [] if isinstance(value, bool) else [f"{name}={shown(value)}: neither True nor False"]
+
+
+def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str]:
+    """Of a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell what it takes, it takes them."""
+    kind = f"a function of ({', '.join(takes)}{', ...' if more else ''})"
+    if not callable(value):
+        return [f"{name}={shown(value)}: must be {kind}"]
+    try:
+        signature = inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+    except (TypeError, ValueError):
+        return []
+    try:
+        (signature.bind_partial if more else signature.bind)(*takes)
+    except TypeError:
+        return [f"{name}={getattr(value, '__name__', type(value).__name__)}{signature}: must be {kind}"]
+    return []
+
+
+def predicate(name: str, value: Any) -> list[str]:
+    """Of a predicate of leaves, or None."""
+    problems = [] if value is None else function(name, value, "path", "leaf")
+    return [p.replace("must be a function", "a predicate is a function") for p in problems]
+
+
+def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tensor) -> bool:
+    """What a predicate says of a leaf.
+
+    Raises:
+        FzeroTypeError: it says neither True nor False.
+    """
+    answer = asked(path, leaf)
+    if not isinstance(answer, bool):
+        what = f"`{name}` answers neither True nor False"
+        fix = "return a bool: leaf.ndim >= 2, 'bias' in path, re.search(pattern, path) is not None"
+        raise FzeroTypeError(message(owner, what, [f"{path}: {shown(answer)}"], fix))
+    return answer
+
+
+def shown(value: Any) -> str:
+    """A value in an error, short."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
