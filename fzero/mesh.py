@@ -165,9 +165,11 @@ class Mesh(AbstractMesh):
     @property
     def turns(self) -> Turns:
         """What the ranks do together, one after the other."""
-        if self._turns is None:
-            object.__setattr__(self, "_turns", Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout))
-        return self._turns
+        found = self._turns
+        if found is None:
+            found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
+            object.__setattr__(self, "_turns", found)
+        return found
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
