@@ -90,6 +90,14 @@ def new_fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, dev
     return FakeTensor(mode, meta, torch.device(device))
 
 
+def attributes(x: torch.Tensor) -> list[str]:
+    """The attributes that someone has set on a tensor."""
+    return [name for name in x.__dict__ if name not in _OF_FAKES] if x.__dict__ else []
+
+
+_OF_FAKES = frozenset(new_fake(FakeTensorMode(), (), torch.float32, "cpu").__dict__)
+
+
 def functorch_active() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is running around the caller."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions eagerly
-through torch.func, whatever its transforms: they change how a step is carried out, not what it means.
+through autograd, whatever its transforms: they change how a step is carried out, not what it means.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.refusals import plainly
+from fzero.program.untouched import Untouched
 
 INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
@@ -127,28 +128,27 @@ class Step:
         """
         check_state(state, "make one with step.init")
         check_batch(batch)
+        check_bare(batch, tree.leaves(batch))
+        batch = tree.map(torch.Tensor.detach, batch)
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
         kwargs = {"key": fzrandom.fold_in(state.key, state.step)} if wants_key(self.loss_fn) else {}
 
         mutable = self.mutates(state.params)
-        made: dict[str, Any] = {}
-
-        def loss(values: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[list[torch.Tensor], dict[int, torch.Tensor]]]:
+        if not trained:
+            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+        with torch.inference_mode(False), torch.enable_grad(), plainly("train_step"), Untouched("train_step", params=state.params, batch=batch):
+            values = [leaves[i].detach().requires_grad_() for i in trained]
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
             parts, aux, new = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux, self.mutable is not None)
             flatten_means(aux)
-            flat, made["aux"] = tree.flatten(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
-            return parts.total if parts.count is None else parts.total / parts.count, (flat, changed)
-
-        if not trained:
-            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
-        with plainly("train_step"):
-            flat, (value, (aux_leaves, changed)) = torch.func.grad_and_value(loss, has_aux=True)([leaves[i] for i in trained])
-        by_index, aux = dict(zip(trained, flat, strict=True)), tree.unflatten(made["aux"], aux_leaves)
+            value = parts.total if parts.count is None else parts.total / parts.count
+            flat = torch.autograd.grad(value, values, allow_unused=True, materialize_grads=True)
+        value, aux = value.detach(), tree.map(torch.Tensor.detach, aux)
+        by_index = dict(zip(trained, flat, strict=True))
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
@@ -175,7 +175,7 @@ class EvalStep:
         """The function, eagerly, without gradients."""
         check_arguments(self.fn, len(batch))
         check_params(params, "eval_step")
-        with torch.no_grad():
+        with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
             result = self.fn(params, *batch)
         return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
 
@@ -357,6 +357,20 @@ def check_batch(batch: Any) -> None:
     wrong = _not_dense(batch, "batch")
     if wrong:
         raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
+
+
+def check_bare(batch: Any, flat: list[Any]) -> None:
+    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own."""
+    if all(type(x) is torch.Tensor and not x.__dict__ for x in flat):
+        return
+    found = []
+    for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
+        if isinstance(x, torch.Tensor):
+            found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
+            found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
+    if found:
+        fix = "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves of their own"
+        raise FzeroTypeError(message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix))
 
 
 def check_state(state: Any, fix: str, owner: str = "step") -> None:

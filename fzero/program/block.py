@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -57,6 +57,7 @@ class Joint:
     diff: tuple[int, ...]  # inputs that get a gradient
     diff_outputs: tuple[int, ...]  # outputs that have a tangent
     structure: tree.TreeSpec  # of what the function returns
+    returned: tuple[int, ...]  # its leaves: each is one of the inputs, or else of the outputs, counted on
     memory: tuple[int, ...]  # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
 
 
@@ -78,8 +79,11 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent` traces every call and finds those. A function that does something
     else each time (`next(iterator)`, `random.random()`) is an error.
 
-    A result may be an argument, or a view of one or of another result. In a program it has memory of its own, so reading one of these after another was written
-    in place is an error; so is a block that changes a container it is given.
+    A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A result may be a view of an argument or of
+    another result. In a program it has memory of its own, so reading one of these after another was written in place is an error; so is a block that changes a
+    container it is given, and code in it that reads of an argument where it comes from or where it lies (`x.is_leaf`, `x.grad_fn`, `x._version`,
+    `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass
+    its border.
 
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
@@ -88,8 +92,9 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something other than tensors, reads a tensor
-            from its closure, draws from torch's global generator, computes something else each time, is differentiated twice under other settings
-            of PyTorch's than it is called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
+            from its closure, draws from torch's global generator, computes something else each time, asks where an argument comes from or lies, gets or
+            returns a tensor with attributes, is differentiated twice under other settings of PyTorch's than it is called under, or is called under a
+            `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch
@@ -142,7 +147,9 @@ class Blocks:
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
         constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
-        given = [x for x in flat if isinstance(x, torch.Tensor)]
+        given = list({id(x): x for x in flat if isinstance(x, torch.Tensor)}.values())
+        number = {id(x): i for i, x in enumerate(given)}
+        places = [number.get(id(x)) for x in flat]
         tensors = [_resolved(x) for x in given]
         wrong = [p for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
@@ -151,17 +158,20 @@ class Blocks:
         if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
+        if any(map(compat.attributes, given)):
+            _check_bare(owner, "is given", fn, _arguments(fn, params, args, kwargs))
         grad = torch.is_grad_enabled()
-        signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad and grad) for t in tensors)
-        body = _Body(fn, owner, spec, constants, self._watch, autocast(), switches())
+        signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        body = _Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
 
         def key() -> Hashable:
-            return (settings(fn, *constants, *function_modes()).facts, spec, signature, body.autocast, tuple(body.switches.items()))
+            return (settings(fn, *constants, *function_modes()).facts, spec, tuple(places), signature, grad, body.autocast, tuple(body.switches.items()))
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
             with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
-                return _trace(body, name, tensors, num_params, self._mode, signature, self._labels(fn, params, args, kwargs))
+                of_params = len({at for at in places[:num_params] if at is not None})
+                return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
@@ -177,7 +187,8 @@ class Blocks:
         elif _retracing.get():
             compare(joint)
         call, self._calls = self._calls, self._calls + 1
-        outputs = _Call.apply(self._recorder, joint, call, body, *tensors)
+        with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
+            outputs = list(_Call.apply(self._recorder, joint, call, body, *tensors)) if joint.num_outputs else []
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
@@ -185,33 +196,45 @@ class Blocks:
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:
                 self._recorder.share([values[first], values[i]], owner)
-        return tree.unflatten(joint.structure, outputs)
+        return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
         own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
-        leaves = [self._recorder.named(leaf) for _, leaf in own]
-        return [path if leaf in (None, path) else f"{path} = {leaf}" for (path, _), leaf in zip(own, leaves, strict=True)]
+        first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
+        leaves = {i: self._recorder.named(leaf) for i, (_, leaf) in first.items()}
+        return [first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}" for i in dict.fromkeys(id(x) for _, x in own) for leaf in [leaves[i]]]
+
+
+class _Results(NamedTuple):
+    """Of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
+
+    made: list[torch.Tensor]
+    structure: tree.TreeSpec
+    returned: tuple[int, ...]  # as in a `Joint`
+    memory: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Body:
-    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `constants` has None where a tensor belongs."""
+    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `places` has, for each leaf of its arguments, the
+    number of the tensor that it is; where it is None, `constants` has the leaf."""
 
     fn: Callable[..., Any]
     owner: str
     spec: tree.TreeSpec
     constants: Sequence[Any]
+    places: Sequence[int | None]
     watch: bool
     autocast: Autocast
     switches: dict[str, object]
 
-    def __call__(self, xs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tree.TreeSpec, tuple[int, ...]]:
-        """The results, blocks inside inlined, what their tree is, and which arguments and results have one memory (`Joint.memory`)."""
-        it, token = iter(xs), _tracer.set(None)
+    def __call__(self, xs: Sequence[torch.Tensor]) -> _Results:
+        """The results, blocks inside inlined."""
+        token = _tracer.set(None)
         try:
-            params, args, kwargs = tree.unflatten(self.spec, [next(it) if c is None else c for c in self.constants])
+            params, args, kwargs = tree.unflatten(self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)])
             result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
@@ -219,9 +242,13 @@ class _Body:
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
-        storages = [x.untyped_storage()._cdata for x in (*xs, *flat)]
-        flat = [_resolved(x) for x in flat]
-        return [*flat, _largest(flat)] if self.watch else flat, structure, tuple(map(storages.index, storages))
+        _check_bare(self.owner, "leaves behind", self.fn, [*_arguments(self.fn, params, args, kwargs), ("result", result)])
+        tensors = list({id(x): x for x in (*xs, *flat)}.values())
+        number = {id(x): i for i, x in enumerate(tensors)}
+        storages = [x.untyped_storage()._cdata for x in tensors]
+        made = [_resolved(x) for x in tensors[len(xs) :]]
+        made = [*made, _largest(flat)] if self.watch else made
+        return _Results(made, structure, tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages)))
 
 
 class _Call(torch.autograd.Function):
@@ -262,7 +289,7 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
         raise TraceError(message(body.owner, "is differentiated under other settings than it is called under", other, "ask for both under the same"))
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
-        outputs, *_ = body(inputs)
+        outputs = body(inputs).made
     wanted = [outputs[i] for i in joint.diff_outputs]
     create_graph = torch.is_grad_enabled()
     return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
@@ -295,50 +322,48 @@ def _fresh(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
 def _trace(
     body: _Body,
     name: str,
-    tensors: list[torch.Tensor],
     num_params: int,
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined."""
-    made: dict[str, Any] = {}
+    found: list[_Results] = []
+    diff: tuple[int, ...] = ()
     with mode:
         primals = [torch.empty_strided(s, st, dtype=d, device=at) for s, st, d, at, _ in signature]
         needs = [i for i, (*_, grad) in enumerate(signature) if grad]
         names = [f"primals_{i + 1}" for i in range(len(primals))]
 
         def forward(*xs: torch.Tensor) -> list[torch.Tensor]:
-            leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(xs)]
-            made["inputs"] = leaves
-            ys, made["structure"], made["memory"] = body(leaves)
-            made["diff_outputs"] = tuple(i for i, y in enumerate(ys) if y.requires_grad)
-            made["outputs"] = ys
-            return ys
+            found.append(body(xs))
+            return found[-1].made
 
-        graph = record(forward, primals, owner=body.owner, names=names, source=body.fn, labels=labels)
-        diff: tuple[int, ...] = ()
-        if made["diff_outputs"]:
-            tangents = [torch.empty_like(made["outputs"][i]) for i in made["diff_outputs"]]  # dense
+        graph = record(forward, primals, owner=body.owner, names=names, source=body.fn, labels=labels, trained=needs)
+        results = found[-1]
+        diff_outputs = tuple(i for i, y in enumerate(results.made) if y.requires_grad)
+        if diff_outputs:
+            tangents = [torch.empty_like(results.made[i]) for i in diff_outputs]  # dense
 
             def joint(*args: torch.Tensor) -> list[torch.Tensor]:
+                nonlocal diff
                 ys = forward(*args[: len(primals)])
-                xs = made["inputs"]
                 with without_autocast():  # as PyTorch advises for any backward
-                    grads = torch.autograd.grad([ys[i] for i in made["diff_outputs"]], [xs[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
-                made["diff"] = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
+                    wanted = [ys[i] for i in diff_outputs]
+                    grads = torch.autograd.grad(wanted, [args[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
+                diff = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
                 return [*ys, *(_resolved(g) for g in grads if g is not None)]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-            forward_alone, graph = graph, record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn, labels=labels)
-            both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(made["outputs"])])
+            forward_alone = graph
+            graph = record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn, labels=labels, trained=needs)
+            both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):  # as the joint graph is where a backward writes in place
                 raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
-            diff = made["diff"]
-    count = sum(c is None for c in body.constants[:num_params])
-    diff_outputs = made["diff_outputs"] if diff else ()
-    return Joint(name, graph, count, len(primals), len(made["outputs"]), diff, diff_outputs, made["structure"], made["memory"])
+    diff_outputs = diff_outputs if diff else ()
+    made, structure, returned, memory = results
+    return Joint(name, graph, num_params, len(primals), len(made), diff, diff_outputs, structure, returned, memory)
 
 
 def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -354,7 +379,8 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if len(dtypes) != 1:
         return args, kwargs
     (dtype,) = dtypes
-    return tree.map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+    cast = functools.cache(lambda x: x.to(dtype))  # by identity: two arguments that are one tensor stay so
+    return tree.map(lambda x: cast(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
 def _applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
@@ -376,6 +402,14 @@ def _applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any
         fix = "return the new value instead, and put it into the container outside of the block"
         raise TraceError(message(f"block {_name(fn)}", text, [*_where(fn), *changed], fix))
     return result
+
+
+def _check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]) -> None:
+    """Raises if a tensor that crosses a block's border has an attribute that someone has set on it."""
+    named = [pair for root, values in trees for pair in zip(tree.paths(values, root), tree.leaves(values), strict=True)]
+    if extra := [f"{path}.{name}" for path, x in named if isinstance(x, torch.Tensor) for name in compat.attributes(x)]:
+        fix = "pass what the attribute says as an argument, or return it, beside the tensor"
+        raise TraceError(message(owner, f"{does} tensors with attributes, which are no part of their values", [*_where(fn), *extra], fix))
 
 
 def _arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

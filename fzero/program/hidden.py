@@ -1,14 +1,16 @@
-"""Operators that write to their arguments though their schema denies it, as a functional operator and a copy to each argument, which say so.
+"""What operators overwrite of their arguments; those whose schema denies it as a functional operator and a copy to each argument, which say so.
 
 PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and `instance_norm` end in one of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from fzero import tree
 
 aten = torch.ops.aten
 Do = Callable[..., Any]
@@ -52,3 +54,18 @@ REFUSED = {
     aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
 }
 """Operators without a functional form, and the arguments that they overwrite where these are given."""
+
+
+def given(func: Any, args: Any, kwargs: Any, names: Iterable[str]) -> list[torch.Tensor]:
+    """The tensors that an operator is given for the arguments of these names."""
+    values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return [x for name in names for x in tree.leaves(values.get(name)) if isinstance(x, torch.Tensor)]
+
+
+def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to, whatever its schema says."""
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names += REFUSED.get(func, ())
+    if func in REWRITTEN:
+        names += ("running_mean", "running_var") if dict(zip([a.name for a in func._schema.arguments], args, strict=False)).get("training") else ()
+    return given(func, args, kwargs, names)

@@ -11,7 +11,7 @@ import functools
 import gc
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat, tree
+from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.program import hidden
 from fzero.program.ambient import without_autocast
 from fzero.program.ctc import CTC
-from fzero.program.refusals import Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
+from fzero.program.refusals import CHANGES, NEW_VALUE, OF_HISTORY, OF_MEMORY, Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
 from fzero.program.results import Results
 from fzero.program.settings import exact
 from fzero.program.storages import is_view
@@ -38,7 +38,6 @@ _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
-_NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +82,8 @@ class Recorder(compat.TorchDispatchMode):
         self._storages: dict[int, str] = {}  # of arguments
         self._shared: dict[int, dict[int, str]] = {}  # storages that stand for one memory, and the blocks that make them so
         self._stale: dict[int, tuple[str, str | None]] = {}  # storages of whose memory another was written, by which block and where
+        self._crossed: set[int] = set()  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
+        self._of_block: list[torch.Tensor] = []  # a block's arguments, as its function gets them
         self._outside: FrameType | None = None  # the frame that traces
         self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
         self._dtype = torch.get_default_dtype()
@@ -91,7 +92,24 @@ class Recorder(compat.TorchDispatchMode):
         node = self.graph.placeholder(name)
         self.track(tensor, node)
         self._labels[node] = self._storages[_storage(tensor)] = label or name
+        self._crossed.add(_storage(tensor))
         return node
+
+    def arguments(self, trained: Collection[int]) -> list[torch.Tensor]:
+        """A block's arguments, as its function gets them: leaves of autograd, of which these require gradients."""
+        inputs = [x for x in self._alive if id(x) in self._nodes and self._nodes[id(x)].op == "placeholder"]
+        self._of_block = [x.detach().requires_grad_(i in trained) for i, x in enumerate(inputs)]
+        return self._of_block
+
+    def check_read(self, what: str, tensor: torch.Tensor) -> None:
+        """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or where it lies."""
+        if what in OF_HISTORY and not any(x is tensor for x in self._of_block):
+            return
+        if what in OF_MEMORY and _storage(tensor) not in self._crossed:
+            return
+        text = "asks where an argument comes from" if what in OF_HISTORY else "asks where a tensor lies that is given to it or to a block, or comes from one"
+        fix = "do it outside of the block" if what in OF_HISTORY else "index or view it, or make a copy first: x.contiguous().clone()"
+        raise TraceError(message(self.owner, f"{text} ({what})", self.here(described(tensor, self.named(tensor))), fix))
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
         """`tensor` stands for a literal of the function."""
@@ -135,6 +153,7 @@ class Recorder(compat.TorchDispatchMode):
         node = self.graph.call_function(target, args)
         for i, out in enumerate(outputs):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
+            self._crossed.add(_storage(out))
         return node
 
     @contextmanager
@@ -164,7 +183,7 @@ class Recorder(compat.TorchDispatchMode):
         """As `finish`, without in-place operations. Those on the arguments are an error that names them."""
         if self.written:
             changed = [f"{label}: {where}" if where else label for label, where in self.written.items()]
-            raise TraceError(message(self.owner, "changes its arguments in place", changed, _NEW_VALUE))
+            raise TraceError(message(self.owner, CHANGES, changed, NEW_VALUE))
         graph = self.finish(outputs)
         return functional(graph, self.owner) if self.mutates else graph
 
@@ -221,7 +240,7 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self._literal(args[0], out)
             return out
-        if func in hidden.REFUSED and _given(func, args, kwargs, hidden.REFUSED[func]):
+        if func in hidden.REFUSED and hidden.given(func, args, kwargs, hidden.REFUSED[func]):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
             raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
         if func in hidden.REWRITTEN:
@@ -252,7 +271,7 @@ class Recorder(compat.TorchDispatchMode):
             self._alive.append(out)
             return out
         if func._schema.is_mutable:
-            self._write(_given(func, args, kwargs, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]))
+            self._write(hidden.overwritten(func, args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
@@ -333,13 +352,6 @@ def _is_dense(result: Any) -> bool:
     return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in (result if isinstance(result, (tuple, list)) else (result,)))
 
 
-def _given(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """The tensors that an operator is given for the arguments of these names."""
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-    values = [given.get(name) for name in names]
-    return [x for value in values for x in tree.leaves(value) if isinstance(x, torch.Tensor)]
-
-
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call draws from the global generator. Attention is tagged so whatever its dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -350,18 +362,26 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def record(
-    fn: Callable[..., Any], inputs: Sequence[torch.Tensor], *, owner: str, names: Sequence[str], source: Any = None, labels: Sequence[str] = ()
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    *,
+    owner: str,
+    names: Sequence[str],
+    source: Any = None,
+    labels: Sequence[str] = (),
+    trained: Collection[int] | None = None,
 ) -> Recorded:
     """The graph of a function of a flat list of fake tensors that returns a flat list of tensors.
 
     The graph is functional: in-place operations on values made inside are rewritten, in-place operations on the
-    arguments are an error that names them, by `labels` where those differ from the names in the graph.
+    arguments are an error that names them, by `labels` where those differ from the names in the graph. `trained`: of a
+    block, which inputs require gradients.
     """
     recorder = Recorder(owner, source)
     for i, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
         recorder.input(tensor, name, labels[i] if i < len(labels) else None)
     with recorder.recording():
-        outputs = fn(*inputs)
+        outputs = fn(*(inputs if trained is None else recorder.arguments(trained)))
     recorded = recorder.finish_pure(outputs)
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()

@@ -56,6 +56,8 @@ class Traced(Protocol):
 
     def named(self, tensor: torch.Tensor) -> str | None: ...
 
+    def check_read(self, what: str, tensor: torch.Tensor) -> None: ...
+
 
 def user_place(outside: FrameType | None) -> Place | None:
     """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the standard library's."""
@@ -96,6 +98,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
             raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+        if func in _FACTS and _asked_by_user(sys._getframe(1)):
+            self._traced.check_read(_FACTS[func], args[0])
         try:
             return func(*args, **(kwargs or {}))
         except FzeroError:
@@ -103,6 +107,30 @@ class Calls(TorchFunctionMode):
         except _KINDS as error:
             note(self._traced, error, func, (args, kwargs or {}))
             raise
+
+
+OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
+"""What a tensor says of where it comes from, and what is done there."""
+OF_MEMORY = ("storage_offset", "as_strided", "untyped_storage", "storage", "data_ptr", "is_set_to", "_version", "_base", "_is_view")
+"""What it says of the memory that it lies in."""
+
+
+def _facts() -> dict[Any, str]:
+    found = {getattr(torch.Tensor, name): name for name in (*OF_HISTORY, *OF_MEMORY)} | {torch.as_strided: "as_strided"}
+    return {getattr(func, "__get__") if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}  # noqa: B009
+
+
+_FACTS = _facts()
+
+
+def _asked_by_user(frame: FrameType | None) -> bool:
+    """Whether the code that calls a method of a tensor is none of a library's that knows what it asks."""
+    while frame is not None and frame.f_code.co_filename in _OF_METHODS:
+        frame = frame.f_back
+    return frame is not None and not _is_ours(frame.f_code.co_filename)
+
+
+_OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_tensor.py", "overrides.py"))
 
 
 def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
@@ -139,8 +167,10 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
+CHANGES = "changes its arguments in place"
+NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
-_IN_PLACE = ("changes an argument in place", "return the new value instead (x = x + y for x += y)")
+_IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
 _REFUSED = [

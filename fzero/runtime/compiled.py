@@ -29,7 +29,7 @@ from fzero.runtime.cache import logger
 from fzero.runtime.execute import executable
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import Decision, Plan
-from fzero.step import EvalStep
+from fzero.step import EvalStep, check_bare
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -108,6 +108,7 @@ class Compiled:
         if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
             raise FzeroValueError(message("step", f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
+        check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
         kept = self._runs.pop(key, None)
