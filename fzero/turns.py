@@ -9,8 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,6 +37,7 @@ class Turns:
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
             _open.append(self)
+            self._say()
 
     def begin(self, kind: str, about: str = "", say: bool = True) -> None:
         """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people. `say`: the others can see it at once."""
@@ -88,7 +92,7 @@ class Turns:
         """Called from time to time while this rank waits for others.
 
         Raises:
-            DivergenceError: another rank is in another turn of this number, or has left before it.
+            DivergenceError: another rank is in another turn of this number, has left before it, or has died on this host.
         """
         if self._store is None:
             return
@@ -98,12 +102,14 @@ class Turns:
         for rank in range(self._size):
             if rank != self._rank and self._store.check([_place(rank)]):
                 others[rank] = json.loads(self._store.get(_place(rank)))
-        parted = {r: x["about"] for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
-        gone = {r: f"has left, after: {x['about']}" for r, x in others.items() if x["left"] and x["number"] < self._number}
+        parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
+        gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if parted or gone:
-            who = {**parted, **gone, self._rank: self._about}
+            parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
             fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
-            raise DivergenceError(message(owner, "the ranks do different things", [f"rank {r}: {who[r]}" for r in sorted(who)], fix))
+            what = "another rank has left" if gone else "the ranks do different things"
+            fix = "look at that rank's errors first; if it had none, " + fix if gone else fix
+            raise DivergenceError(message(owner, what, [parted[r] for r in sorted(parted)], fix))
 
     @property
     def is_open(self) -> bool:
@@ -117,7 +123,8 @@ class Turns:
 
     def _say(self, left: bool = False) -> None:
         assert self._store is not None
-        self._store.set(_place(self._rank), json.dumps({"number": self._number, "kind": self._kind, "about": self._about, "left": left}))
+        note = {"number": self._number, "kind": self._kind, "about": self._about, "left": left, "process": [*_host(), os.getpid()]}
+        self._store.set(_place(self._rank), json.dumps(note))
         self._said = True
 
 
@@ -135,6 +142,25 @@ def leave_all() -> None:
     while _open:
         if (turns := _open.pop()).is_open:
             turns.leave()
+
+
+def _host() -> tuple[str, str]:
+    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", str(os.getpid())
+
+
+def _has_died(process: Sequence[Any]) -> bool:
+    """Whether a process of this host is gone, or waits for its parent to hear of it."""
+    *host, number = process
+    if tuple(host) != _host():
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _place(rank: int) -> str:

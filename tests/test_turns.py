@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -108,8 +111,12 @@ def test_ranks_that_part_name_both_sides(run_ranks: Any, tmp_path: Path, ranks: 
             if case == "leaving" and rank == 1:
                 assert text == ""
                 continue
-            assert "different" in text.splitlines()[0] and text.splitlines()[-1].startswith("Fix: "), (case, rank, text)
-            assert any(line.startswith("  rank 1: ") and PARTINGS[case][1] in line for line in text.splitlines()), (case, rank, text)
+            assert ("another rank has left" if case == "leaving" else "different") in text.splitlines()[0] and text.splitlines()[-1].startswith("Fix: "), (
+                case,
+                rank,
+                text,
+            )
+            assert any(line.startswith("  rank 1") and PARTINGS[case][1] in line for line in text.splitlines()), (case, rank, text)
             assert any(line.startswith(f"  rank {rank}: ") for line in text.splitlines()), (case, rank, text)
 
 
@@ -143,7 +150,7 @@ def test_ranks_meet_in_turns_of_one_kind() -> None:
         assert "the ranks do different things" in text and "  rank 1: a" in text, text
         assert mine in text
     stopped = _meeting([["a", "b"], ["a"], ["a", "b"]])
-    assert stopped[1] == "" and all("  rank 1: has left, after: a" in stopped[i] for i in (0, 2)), stopped
+    assert stopped[1] == "" and all("  rank 1 has left, after: a" in stopped[i] for i in (0, 2)), stopped
 
 
 def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
@@ -153,10 +160,28 @@ def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
         ahead.begin("b")
     here.begin("a")
     here.look("step")  # the other is in a later turn
-    assert json.loads(store.get("fzero/turns/of/1"))["kind"] == "a"
+    note = json.loads(store.get("fzero/turns/of/1"))
+    assert note["kind"] == "a"
     here.begin("b")
     ahead.leave()
     here.look("step")  # it was in this one
     here.begin("c")
-    with pytest.raises(DivergenceError, match="rank 0: has left, after: b"):
+    with pytest.raises(DivergenceError, match="rank 0 has left, after: b"):
         here.look("step")
+
+
+def test_a_process_of_this_host_that_is_gone_is_noticed() -> None:
+    store, ended = dist.HashStore(), subprocess.Popen([sys.executable, "-c", ""])
+    here, _ = Turns(store, 0, 2), Turns(store, 1, 2)
+    note = json.loads(store.get("fzero/turns/of/1"))
+    here.begin("a")
+    here.look("step")
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    for reaped in (False, True):  # before its parent has asked how it ended, and after
+        if reaped:
+            ended.wait()
+        store.set("fzero/turns/of/1", json.dumps(note | {"process": [*note["process"][:2], ended.pid]}))
+        with pytest.raises(DivergenceError, match="rank 1 has left, after: it joined"):
+            here.look("step")
+    store.set("fzero/turns/of/1", json.dumps(note | {"process": ["another host", "", ended.pid]}))
+    here.look("step")
