@@ -96,12 +96,13 @@ class Turns:
         """
         if self._store is None:
             return
-        if not self._said:
-            self._say()
         others = {}
-        for rank in range(self._size):
-            if rank != self._rank and self._store.check([_place(rank)]):
-                others[rank] = json.loads(self._store.get(_place(rank)))
+        with contextlib.suppress(dist.DistError):  # a store that is gone knows nothing: whoever waits for it will say so
+            if not self._said:
+                self._say()
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([_place(rank)]):
+                    others[rank] = json.loads(self._store.get(_place(rank)))
         parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if parted or gone:

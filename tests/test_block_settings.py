@@ -581,6 +581,77 @@ def test_what_a_block_changes_itself() -> None:
         fz.lower(fz.eval_step(loss(counting)), MESH, [PARAMS] * 2, (BATCH,))
 
 
+SHARED: dict[str, Any] = {"rate": 0.5, "step": 0}
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {"rate": 0.5, "step": 0}
+        self.shared = SHARED
+
+    def by_attribute(self) -> Any:
+        return self.config["rate"]
+
+    def by_another_name(self) -> Any:
+        return SHARED["rate"], dict(self.shared)
+
+
+def _alias() -> Any:
+    config = SHARED
+    return config["rate"]
+
+
+def _given_away() -> Any:
+    return max(SHARED["rate"], *map(SHARED.get, ["rate"]))
+
+
+# by name: a function, and whether what else the dictionary or the environment holds may be part of what it reads
+READERS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "an item": (lambda: SHARED["rate"], False),
+    "get": (lambda: SHARED.get("rate"), False),
+    "get with a default": (lambda: SHARED.get("rate", 1) if "rate" in SHARED and "other" not in SHARED else 0, False),
+    "in a function inside": (lambda: [(lambda: SHARED["rate"])() for _ in range(2)], False),
+    "an attribute": (Trainer().by_attribute, False),
+    "the environment": (lambda: (os.environ.get("FZERO_RATE"), os.getenv("FZERO_RATE", "1"), "FZERO_RATE" in os.environ), False),
+    "an item of the environment": (lambda: os.environ["FZERO_RATE"], False),
+    "under another name": (_alias, True),
+    "a key that is put together": (lambda part="te": SHARED["ra" + part], True),
+    "a key that is put together, by get": (lambda part="te": SHARED.get("ra" + part, 1), True),
+    "a method that is given away": (_given_away, True),
+    "all items": (lambda: sum(SHARED.values()), True),
+    "the whole elsewhere": (Trainer().by_another_name, True),
+    "all of the environment": (lambda: (os.environ.get("FZERO_RATE"), len(os.environ)), True),
+    "a function of the environment that is given away": (lambda: list(map(os.getenv, ["FZERO_RATE"])), True),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_of_a_dictionary_what_code_names_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may write down beside it what it wants; and a value that is read is never missed, also one that comes and goes."""
+    fn, whole = READERS[name]
+    held = [SHARED, *(x.config for x in [getattr(fn, "__self__", None)] if x is not None)]
+
+    def put(key: str, value: Any) -> None:
+        monkeypatch.setenv(f"FZERO_{key.upper()}", str(value))
+        for config in held:
+            monkeypatch.setitem(config, key, value)
+
+    put("rate", 0.5)
+    before = settings(fn, strict=False)
+    put("rate", 0.25)
+    assert len(changes(before, settings(fn, strict=False))) == 1
+    put("rate", 0.5)
+    assert changes(before, settings(fn, strict=False)) == []
+    put("unread", 1)
+    assert bool(changes(before, settings(fn, strict=False))) == whole
+    monkeypatch.delenv("FZERO_UNREAD")
+    for config in held:
+        monkeypatch.delitem(config, "unread")
+        monkeypatch.delitem(config, "rate")
+    monkeypatch.delenv("FZERO_RATE")
+    assert len(changes(before, settings(fn, strict=False))) == 1
+
+
 def test_what_settings_tell() -> None:
     """Where a value was found, and both values; nothing where nothing changed; in doubt equal unless strict."""
     config = types.SimpleNamespace(rates=[0.5, 1.0], unread=1)

@@ -48,6 +48,8 @@ def test_what_runs_at_once_is_refused_and_disturbs_nothing(tmp_path: Path) -> No
         "init": lambda: train.init(params),
         "restore": lambda: other.restore(tmp_path),
         "checkpoint.save": lambda: fz.checkpoint.save(tmp_path, state),
+        "move": lambda: fz.move(state, "cpu"),
+        "check_replicas": lambda: train.check_replicas(state),
     }
     gate, done = Gate(), list[Any]()
 

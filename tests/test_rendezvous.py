@@ -126,7 +126,7 @@ def with_a_group_of_the_users() -> tuple[float, bool]:
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     inner = dist.PrefixStore("default_pg", store)  # as PyTorch names it
-    for name in ("agree/talks", "agree/firsts", "share/turns", "shared"):
+    for name in ("agree/talks", "share/turns", "shared"):
         inner.add(f"fzero/{name}/{rank}", 1 + rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = fz.make_mesh(data=2, timeout=20)

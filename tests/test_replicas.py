@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero import optim
-from fzero.comm.replicas import differing, digest
+from fzero.comm.replicas import differing, digest, digested
 
 
 def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -67,26 +68,30 @@ def _drifts(folder: str, kind: str) -> Any:
     train = _compiled(lambda step: fz.shard_params(fz.data_parallel(step, axis="replica")), replica=2, data=2)
     batch, said = torch.ones(4, 6), []
     state = train.init(_params())
-    if kind != "before the first step":
+    if kind == "before the first step of a second state":
+        train(state, batch)
+        train(state, batch)
+        state = train.init(_params())
+    if kind == "later":
         state, _ = train(state, batch)
         train.check_replicas(state)
         fz.checkpoint.save(folder, state)
     if train.mesh.rank == 3:
         state.params["w"][-1] += 1e-6
     later: list[Any] = [lambda: train.check_replicas(state), lambda: fz.checkpoint.save(folder, state)]
-    acts = [lambda: train(state, batch)] if kind == "before the first step" else later
+    acts = later if kind == "later" else [lambda: train(state, batch)]
     for act in acts:
         with pytest.raises(fz.errors.FzeroError) as caught:
             act()
         said.append((type(caught.value).__name__, str(caught.value)))
     kept = sorted(p.name for p in Path(folder).iterdir())
-    if kind != "before the first step":
+    if kind == "later":
         train(state, batch)
         fz.checkpoint.save(folder, state, check_replicas=False)
     return said, kept, int(state.step)
 
 
-@pytest.mark.parametrize("kind", ["before the first step", "later"])
+@pytest.mark.parametrize("kind", ["before the first step", "before the first step of a second state", "later"])
 def test_replicas_that_drift_apart_are_named(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks = run_ranks(4, _drifts, str(tmp_path), kind)
     for said, _, steps in ranks:
@@ -108,7 +113,7 @@ def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
         sent.append(note)
         return [note, note]
 
-    assert differing({"w": (torch.ones(3), ()), "text": ("a", ())}, {"data": 2}, 2, exchange) == []
+    assert differing(digested({"w": (torch.ones(3), ()), "text": ("a", ())}), {"data": 2}, 2, exchange) == []
     assert len(sent) == 1 and len(str(sent[0])) < 100
 
 
@@ -128,3 +133,61 @@ def test_rows_that_change_places_make_another_digest() -> None:
     for width in (16, 256, 1024, 4096):
         x = torch.arange(64.0 * width).view(64, width)
         assert digest(x.roll(1, 0)) != digest(x) and digest(x.view(width, 64).T.contiguous().view(64, width)) != digest(x)
+
+
+SIGNED = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 4, torch.float8_e4m3fn: 8}
+"""And how many there are in a word of the digest."""
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([*SIGNED]), st.integers(2, 67), st.integers(0, 3), st.data())
+def test_signs_and_places_make_another_digest(dtype: torch.dtype, rows: int, odd: int, data: st.DataObject) -> None:
+    """Patterns that sums of words lose: each second number negated, all of them, two rows of the digest, two numbers a row apart in each other's place."""
+    row = 4093 * SIGNED[dtype]
+    x = (torch.rand(rows * row + odd, generator=torch.Generator().manual_seed(rows)) + 0.5).to(dtype)
+    bits = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()])
+    kind = data.draw(st.sampled_from(["every", "rows", "moved", "rolled", "complement"]))
+    y = bits.clone()
+    if kind == "every":
+        period = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 4093, row, 2 * row]))
+        part = y[data.draw(st.integers(0, period - 1)) :: period]
+        part ^= torch.iinfo(bits.dtype).min
+    elif kind == "rows":
+        for i in data.draw(st.sets(st.integers(0, rows - 1), min_size=1)):
+            y[i * row : (i + 1) * row] ^= torch.iinfo(bits.dtype).min
+    elif kind == "moved":
+        i, j = data.draw(st.lists(st.integers(0, rows - 1), min_size=2, max_size=2, unique=True))
+        at, num = data.draw(st.integers(0, row - 8)), data.draw(st.integers(1, 8))
+        y[i * row + at : i * row + at + num], y[j * row + at : j * row + at + num] = (
+            bits[j * row + at : j * row + at + num],
+            bits[i * row + at : i * row + at + num],
+        )
+    elif kind == "rolled":
+        y = bits.roll(row * data.draw(st.integers(1, rows - 1)))
+    else:
+        y = ~bits
+    assert torch.equal(y, bits) == (digest(x) == digest(y.view(dtype)))
+
+
+class Largest(TorchDispatchMode):
+    """How many bytes the largest tensor has that an operation makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
+
+
+def test_a_digest_takes_little_memory_whatever_the_strides() -> None:
+    x = torch.randn(2, 32, 180, 181)
+    expected = digest(x)
+    shifted = torch.cat([torch.zeros(1), x.view(-1)])[1:].view(x.shape)
+    for same in (x, shifted, x.contiguous(memory_format=torch.channels_last), x.transpose(1, 3).contiguous().transpose(1, 3), x.expand(1, *x.shape)[0]):
+        with Largest() as largest:
+            assert digest(same) == expected
+        assert 0 < largest.nbytes < x.nbytes / 3, "2 MB of 8"
+    assert digest(torch.complex(x, x).conj()) == digest(torch.complex(x, -x)) != digest(torch.complex(x, x))

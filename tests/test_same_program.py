@@ -237,7 +237,7 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         evaluate = fz.compile(fz.eval_step(annealed), fz.make_mesh(data=1), backend="eager")
         evaluate(PARAMS, BATCH)
         globals()["temperature"] = 8.0
-        with pytest.raises(fz.errors.FzeroValueError, match=r"temperature: 4\.0 before, 8\.0 now"):
+        with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)fzero\.eval_step: .*temperature: 4\.0 before, 8\.0 now"):
             evaluate(PARAMS, BATCH)
 
 

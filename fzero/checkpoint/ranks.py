@@ -43,17 +43,19 @@ def together(ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Ca
 
     Communication: one exchange of a small object.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     result: Any = None
     try:
         result = act()
-    except Exception as caught:
+    except BaseException as caught:  # Ctrl-C too: the other ranks wait for this one
         error = caught
     everyone = ranks.exchange((result, None if error is None else _text(error)))
     failures = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
     if not failures:
         return [r for r, _ in everyone]
     undo()
+    if error is not None and not isinstance(error, Exception):
+        raise error
     texts = {text for _, (text, _) in failures}
     if len(texts) == 1 and len(failures) == ranks.size and isinstance(error, CheckpointError):
         raise error
@@ -78,7 +80,7 @@ def _exchange(mine: Any) -> list[Any]:
 ALONE = Ranks(0, 1, lambda mine: [mine])
 
 
-def _text(error: Exception) -> tuple[str, str | None]:
+def _text(error: BaseException) -> tuple[str, str | None]:
     """An error in a few words, and what to do about it."""
     if isinstance(error, CheckpointError):
         text, _, fix = str(error).partition("\nFix: ")

@@ -28,7 +28,7 @@ from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, as_p
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
-from fzero.comm.replicas import differing, replicas_of
+from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message
 from fzero.layout import extent_of, leaf_of
 from fzero.mesh import Mesh
@@ -104,14 +104,17 @@ def save_as(
     root = as_path(path)
     plan: Plan | None = None
     temporary: Path | None = None
+    held: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     def begin() -> str:
-        nonlocal plan, temporary
+        nonlocal plan, temporary, held
         plan = make_plan(state, ranks.rank, ranks.size)
         _check_arguments(keep, meta)
         temporary = root / (TEMPORARY + step_name(plan.step))
         if ranks.rank == 0:
             prepare(root, temporary)
+        if check_replicas and ranks.size > 1:
+            held = digested(replicas_of(plan.tensors))
         return plan.digest()
 
     def undo() -> None:
@@ -126,7 +129,7 @@ def save_as(
         undo()
         problems = [f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd]
         raise CheckpointError(message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank"))
-    if check_replicas and ranks.size > 1 and (problems := differing(replicas_of(plan.tensors), plan.axes, ranks.size, ranks.exchange)):
+    if check_replicas and ranks.size > 1 and (problems := differing(held, plan.axes, ranks.size, ranks.exchange)):
         undo()
         fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
         raise CheckpointError(message("checkpoint.save", f"{what}: the ranks hold different values of the same leaves", problems, fix))

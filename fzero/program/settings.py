@@ -5,6 +5,8 @@ function among them. Attributes are read where some code that was reached names 
 that is known here (a file, a lock, an iterator) is told by its identity, or not at all. It must not know what a block is, or a step.
 
 A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`, `globals()["RATE"]`.
+Of the environment, and of a dictionary of texts, only those items count that code names, where all that it does with the dictionary's name is to name
+items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run writes down there is none of its settings. Unless strict.
 
 What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, names that are put
 together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
@@ -57,7 +59,7 @@ def settings(*values: Any, strict: bool = True) -> Settings:
     Args:
         values: functions, and arguments that are not tensors.
         strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told apart by identity, and where code
-            reads attributes without naming them (`getattr`, `vars`) all are read. Otherwise they are equal when in doubt.
+            reads attributes without naming them (`getattr`, `vars`) all are read; so are all items of a dictionary. Otherwise they are equal when in doubt.
 
     Example:
         >>> rate = [0.5]
@@ -146,12 +148,12 @@ class _Scope:
 
     def __init__(self, values: Mapping[str, Any], path: str, always: Collection[str] = (), fields: Collection[str] = ()):
         self.values, self.path, self.fields = values, path, fields
-        self._keys, self._always = set(values), always
+        self._keys, self.always = set(values), always
 
     def named(self, names: Collection[str]) -> list[str]:
         """Those not read yet, in a fixed order."""
         new = self._keys.intersection(names)
-        new.update(self._keys.intersection(self._always))
+        new.update(self._keys.intersection(self.always))
         self._keys -= new
         return sorted(new)
 
@@ -169,7 +171,10 @@ class _Walk:
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # ids are only good while the value lives
         self._names: set[str] = set()
+        self._keys: set[str] = set()  # that code names
+        self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
+        self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
         self._todo += [(x, "") for x in values]
@@ -185,7 +190,21 @@ class _Walk:
                 for name in scope.named(scope.values if whole and not isinstance(scope, _Module) else named):
                     path = f"{scope.path}.{name}" if scope.path else name
                     self._fact(name, path)
-                    self._todo.append((scope.values[name], path))
+                    if name in self._names and name not in scope.always:
+                        self._read(scope.values[name], path, name)
+                    else:
+                        self._todo.append((scope.values[name], path))
+            for scope, names in self._dicts.values():  # behind the scopes, which find some
+                for key in scope.named(self._keys if names.isdisjoint(self._whole) else scope.values):
+                    self._fact(key, f"keys of {scope.path}")
+                    self._todo.append((scope.values[key], f"{scope.path}[{key!r}]"))
+
+    def _read(self, x: Any, path: str, *names: str) -> None:
+        """What code reads under a name. A dictionary of texts waits until it is known what code does with that."""
+        if self._strict or type(x) not in (dict, type(os.environ)) or not all(type(key) is str for key in list(x)):
+            self._todo.append((x, path))
+        else:
+            self._dicts.setdefault(id(x), (_Scope(x, path), set()))[1].update(names)
 
     def _fact(self, fact: Hashable, path: str) -> None:
         self.facts.append(fact)
@@ -221,7 +240,7 @@ class _Walk:
         self._fact(code, path or fn.__name__)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
-                self._todo.append((cell.cell_contents, name))
+                self._read(cell.cell_contents, name, name)
             except ValueError:  # not assigned yet
                 self._fact("empty", name)
         self._todo += [(fn.__defaults__, f"defaults of {fn.__name__}"), (fn.__kwdefaults__, f"defaults of {fn.__name__}")]
@@ -230,12 +249,14 @@ class _Walk:
             return
         named = _named(code)
         if not _ENVIRONMENT.isdisjoint((*named.attributes, *named.globals)):
-            self._todo.append((os.environ, "os.environ"))
+            self._read(os.environ, "os.environ", *_ENVIRONMENT)
         self._names.update(named.attributes)
+        self._keys.update(named.keys)
+        self._whole.update(named.whole)
         for name in named.globals:
             if name in fn.__globals__:
                 self._fact(name, name)
-                self._todo.append((fn.__globals__[name], name))
+                self._read(fn.__globals__[name], name, name)
         self._todo += [(sys.modules[name], name) for name in named.imports if name in sys.modules]
 
     def _method(self, method: types.MethodType, path: str) -> None:
@@ -369,12 +390,15 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
 
 
 class _Named(NamedTuple):
-    """The names in a function's code, and in that of functions inside it."""
+    """The names in a function's code, and in that of functions inside it. `keys`: texts that it uses as keys; `whole`: names that it loads and does something
+    else with than to name an item of what they stand for."""
 
     globals: tuple[str, ...]
     imports: tuple[str, ...]
     attributes: frozenset[str]
     texts: frozenset[str]
+    keys: frozenset[str]
+    whole: frozenset[str]
 
 
 @functools.cache
@@ -388,9 +412,48 @@ def _named(code: types.CodeType) -> _Named:
             imported.add(instruction.argval)
     attributes = frozenset(code.co_names).union(*(i.attributes for i in inner))
     texts = frozenset(_texts(code.co_consts)).union(*(i.texts for i in inner))
+    found, whole = _keyed(code)
+    keys, whole = found.union(*(i.keys for i in inner)), whole.union(*(i.whole for i in inner))
     if not _BY_TEXT.isdisjoint(attributes):
-        read, imported, attributes = read | texts, imported | texts, attributes.union(texts, *(text.split(".") for text in texts))
-    return _Named(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts)
+        parts = texts.union(*(text.split(".") for text in texts))
+        read, imported, attributes, whole = read | texts, imported | texts, attributes | parts, whole | parts
+    return _Named(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts, keys, whole)
+
+
+def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The keys and the names of `_Named`, of one code. An instruction that is not known here makes a name one of those that are read as a whole."""
+    lines = [(i.opname, i.argval, i.argrepr) for i in dis.get_instructions(code) if i.opname not in ("PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE")]
+    lines += [("", None, "")] * 4
+    keys, whole = set[str](), set[str]()
+    for at, (op, name, _) in enumerate(lines):
+        if isinstance(name, str) and op != "LOAD_CONST" and (op.startswith("LOAD_") or op == "IMPORT_FROM"):
+            key = _key(lines, at)
+            keys.update([key] if key is not None else [])
+            whole.update([name] if key is None else [])
+    return frozenset(keys), frozenset(whole)
+
+
+def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
+    """The key in `NAME["key"]`, `NAME.get("key", 1)`, `"key" in NAME` and `getenv("key")`, where the name is loaded at this line; None anywhere else."""
+
+    def text(i: int) -> bool:
+        return lines[i][0] == "LOAD_CONST" and type(lines[i][1]) is str
+
+    def called(i: int) -> bool:
+        default = lines[i][0].startswith("LOAD_") and lines[i + 1][:2] == ("CALL", 2)
+        return lines[i][:2] == ("CALL", 1) or default
+
+    if text(at + 1) and (lines[at + 2][0] == "BINARY_SUBSCR" or lines[at + 2][::2] == ("BINARY_OP", "[]")):
+        return lines[at + 1][1]
+    if text(at + 1) and lines[at][1] == "getenv" and called(at + 2):
+        return lines[at + 1][1]
+    if lines[at + 1][:2] in (("LOAD_METHOD", "get"), ("LOAD_ATTR", "get")) and text(at + 2) and called(at + 3):
+        return lines[at + 2][1]
+    if lines[at + 1][0] == "CONTAINS_OP":
+        while lines[at][0] in ("LOAD_ATTR", "LOAD_METHOD"):
+            at -= 1
+        return lines[at - 1][1] if at and text(at - 1) and lines[at][0].startswith("LOAD_") else None
+    return None
 
 
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  # the others are of the bodies of classes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fzero.comm.replicas import Held, differing
+from fzero.comm.replicas import Held, differing, digested
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
@@ -24,44 +24,37 @@ from fzero.runtime import deterministic
 T = TypeVar("T")
 
 
-def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Any]]], why: str = "") -> tuple[Any, Any]:
+def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = "") -> tuple[Any, Any]:
     """What `make` returns on this rank, once every rank has made the same program and finished building it.
 
-    `make` returns a `Lowered` and a function that builds it. An error in either is raised here, and reported to the other ranks, who are also told `why`.
+    `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the other ranks. An error in any of them is
+    raised here, and reported to the other ranks: only the last waits for them, when all have built. They are told `why`.
 
-    Communication: a few hundred bytes through the store, twice; the text of two programs if they differ.
+    Communication: a few hundred bytes through the store, three times; the text of two programs if they differ.
 
     Raises:
         DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come in time.
     """
     if mesh.size == 1:
-        lowered, finish = make()
-        return lowered, finish()
+        lowered, build = make()
+        return lowered, build()()
     talk = _Talk(mesh, about=why)
-    lowered, finish = talk.reporting(make)
+    lowered, build = talk.reporting(make)
     text = describe(lowered.program)
     talk.compare(text)
-    built = talk.reporting(finish)
+    connect = talk.reporting(build)
+    talk.everyone({"built": True})
+    connected = talk.reporting(connect)
     talk.everyone({"ok": True})
-    return lowered, built
+    return lowered, connected
 
 
-def from_first(mesh: Mesh, make: Callable[[], str]) -> str:
-    """What `make` returns on rank 0, on every rank.
-
-    Raises:
-        DivergenceError: rank 0 did not come in time.
-    """
+def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, which JSON can hold, on every rank; what it raises there is raised on all of them, as by `everywhere`."""
     if mesh.size == 1:
         return make()
-    store = mesh.store
-    key = f"fzero/agree/first/{store.add(f'fzero/agree/firsts/{mesh.rank}', 1)}"
-    mesh.turns.begin("an agreement on rates")
-    if mesh.rank == 0:
-        store.set(key, make())
-    if mesh.turns.absent([key], "compile"):
-        raise DivergenceError(message("compile", "not every rank is ready to run", [f"rank 0 did not come in {mesh.timeout:g} s"], "look at rank 0's error"))
-    return store.get(key).decode()
+    _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
+    return everyones[0]
 
 
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
@@ -71,19 +64,28 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
 
     Raises:
         FzeroValueError: it failed on another rank, naming each that did and why.
-        DivergenceError: a rank did not come in time.
+        DivergenceError: a rank was stopped (Ctrl-C), or did not come in time.
     """
-    if mesh.size == 1:
-        return act()
-    error, result = None, None
-    try:
-        result = act()
-    except Exception as caught:
-        error = caught
+    return act() if mesh.size == 1 else _done(mesh, owner, act)[0]
+
+
+def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False) -> tuple[T, list[Any]]:
+    """What `act` returned on this rank, and with `tell` what it returned on each."""
+    talk, error = _Talk(mesh, owner), None
+
+    def attempt() -> Any:
+        nonlocal error
+        try:
+            return act()
+        except Exception as caught:
+            error = caught
+
+    result = talk.reporting(attempt)  # a rank that is stopped is gone: it waits for nobody
     mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
-    texts = {rank: note["failed"] for rank, note in _Talk(mesh, owner).everyone({"failed": mine}).items()}
+    notes = talk.everyone({"failed": mine, "made": result if tell else None})
+    texts = {rank: note["failed"] for rank, note in notes.items()}
     if not any(texts.values()):
-        return result  # type: ignore[return-value]
+        return result, [note["made"] for note in notes.values()]
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, text in texts.items() if text]
@@ -109,7 +111,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
         notes = talk.everyone({owner: note})
         return [notes[rank][owner] for rank in range(mesh.size)]
 
-    if problems := differing(talk.reporting(held), mesh.axes, mesh.size, exchange):
+    if problems := differing(talk.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
         raise DivergenceError(message(owner, "the ranks hold different values of what must be the same on all of them", problems, fix))
 
 
@@ -195,6 +197,8 @@ class _Talk:
         if others := [f"rank {rank}: {', '.join(other)}" for rank, other in notes.items() if other.keys() != note.keys()]:
             here = f"rank {self._mesh.rank}: {', '.join(note)}"
             raise DivergenceError(message(self._owner, "the ranks have come to different places", [here, *others], "run the same code on every rank"))
+        if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
+            self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
         return notes
 

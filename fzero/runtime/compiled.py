@@ -67,7 +67,9 @@ class _Kept:
 
 
 class Compiled:
-    """A step on a mesh: lowered once per kind of batch; and the last program that ran."""
+    """A step on a mesh: lowered once per kind of batch; and the last program that ran. `owner`: whose its errors are."""
+
+    owner: str
 
     def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
@@ -107,7 +109,7 @@ class Compiled:
         self.mesh.check_open()
         if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
-            raise FzeroValueError(message("step", f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
+            raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
@@ -128,7 +130,7 @@ class Compiled:
             self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            self._same_settings(kept)
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept))  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -144,7 +146,7 @@ class Compiled:
                 "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
                 "compile the step anew where it changes seldom"
             )
-            raise FzeroValueError(message("step", f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
+            raise FzeroValueError(message(self.owner, f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
 
     def _known(self, inputs: Inputs) -> Inputs:
         """A leaf table, or the one like it that there are programs for."""
@@ -153,7 +155,7 @@ class Compiled:
     def _rates(self) -> Budget | None:
         """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
         if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
-            device = agree.from_first(self.mesh, lambda: get_device(None, self.mesh.device_type).to_json())
+            device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
@@ -162,7 +164,7 @@ class Compiled:
         """The leaves of a batch where the program reads them."""
         if any(x.is_meta for x in flat):
             wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
-            raise FzeroValueError(message("step", "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
+            raise FzeroValueError(message(self.owner, "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
         return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
@@ -175,19 +177,20 @@ class Compiled:
         again = numbers_in(self._settings())
         if counted := [f"{place}: {value!r} before, {again[place]!r} after" for place, value in first.items() if repr(again.get(place, value)) != repr(value)]:
             fix = "pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; what is only written down goes into a list"
-            raise FzeroValueError(message("step", f"{self.step.name} changes what it reads, each time it is called: traced once, it would not", counted, fix))
+            what = f"{self.step.name} changes what it reads, each time it is called: traced once, it would not"
+            raise FzeroValueError(message(self.owner, what, counted, fix))
         return lowered
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
-        """The program, and how to make it executable once all ranks agree on it."""
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
         lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
-        def finish() -> Callable[..., Any]:
+        def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
             functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
-            return executable(lowered.program, functions, self.mesh)
+            return functools.partial(executable, lowered.program, functions, self.mesh)
 
-        return lowered, finish
+        return lowered, built
 
 
 def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:

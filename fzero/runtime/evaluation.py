@@ -20,6 +20,8 @@ from fzero.step import EvalStep, check_params
 class CompiledEval(Compiled):
     """A forward-only step on a mesh. Made by `compile`."""
 
+    owner = "eval_step"
+
     def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         super().__init__(step, mesh, backend, limits)
         self._last = Last()

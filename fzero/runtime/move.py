@@ -40,6 +40,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
         FzeroValueError: an unknown tier; a path without "nvme", or none with it; leaves that no step made; a path that is missing, not writable or too
             small, with the numbers, before anything is moved.
         TierError: an I/O error on the way: the state is lost.
+        BusyError: another thread is using the mesh.
 
     Example:
         >>> import torch, fzero as fz
@@ -59,12 +60,13 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
     if not moves:
         return state
     mesh = moves[0].mesh
-    places = iter(resting.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
 
     def run() -> dict[int, torch.Tensor]:
         return {i: m.run(flat[i], next(places) if m.new else None) for i, m in zip(distinct, moves, strict=True)}
 
-    moved = agree.everywhere(mesh, "move", run) if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves) else run()
+    with mesh.alone("move"):
+        places = iter(resting.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
+        moved = agree.everywhere(mesh, "move", run) if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves) else run()
     return tree.unflatten(structure, [moved[t] for t in tied])
 
 

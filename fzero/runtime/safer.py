@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 
@@ -49,7 +48,7 @@ class Safer:
             return step
         highest = [max(pair) for pair in zip(*(x.tolist() for x in counts), strict=True)]
         mine = [leaf.path for leaf, count in zip(params.leaves, highest, strict=True) if count >= LIMIT and record.selects(leaf)]
-        safer = tuple(json.loads(agree.from_first(self._mesh, lambda: json.dumps(mine))))
+        safer = tuple(agree.from_first(self._mesh, "mixed_precision", lambda: mine))
         return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
 
     def before_build(self, step: Step, params: Inputs, state: State) -> Step:

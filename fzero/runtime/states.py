@@ -66,13 +66,14 @@ class Last:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
+        self.begun = False  # whether they have been looked at as a training step does before their first
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any) -> bool:
         return self.trees is not None and all(x is y for x, y in zip(trees, self.trees, strict=True))
 
     def keep(self, inputs: Inputs, *trees: Any) -> None:
-        self.inputs, self.trees, self._first = inputs, trees, _first_leaves(*trees)
+        self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
 
     def let_go(self) -> None:
         self.trees, self._first = None, []

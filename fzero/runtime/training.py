@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import random as fzrandom
 from fzero import tree
@@ -34,6 +35,8 @@ from fzero.transforms.precision import MixedPrecision
 class CompiledStep(Compiled):
     """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open is decided by `init` or `restore`."""
 
+    owner = "step"
+
     def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None):
         super().__init__(step, mesh, backend, limits)
         if (auto := auto_of(step)) is not None:
@@ -44,6 +47,7 @@ class CompiledStep(Compiled):
         self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
         self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
+        self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @alone("init")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
@@ -53,7 +57,7 @@ class CompiledStep(Compiled):
             params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
             key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
 
-        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, about a second for 6 GB);
+        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, 2.5 s of a core for 6 GB);
             every rank computes its own shards.
         Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
             made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
@@ -199,9 +203,9 @@ class CompiledStep(Compiled):
             (docs/transforms/offload.md).
 
         Raises:
-            FzeroValueError: before the first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new values of
-                leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
-            DivergenceError: before the first step, a state of which ranks hold different replicas, as `check_replicas` says.
+            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
+                values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
+            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says.
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
@@ -221,24 +225,37 @@ class CompiledStep(Compiled):
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
         """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
         params = self._inputs(state)
-        if not self._runs:
-            trained = self.step.trains(abstract_params(params))
-            agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
-            self.check_replicas(state)
+        if not self._last.begun:
+            self._begin(state, params)
+            self._last.begun = True
         return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
 
+    def _begin(self, state: State, params: Inputs) -> None:
+        """Looks at a state before its first step: one with leaves that no step has begun with. Alike on every rank."""
+        leaves = tree.leaves((state.params, state.opt_state))
+        if all(x in self._checked for x in leaves):
+            return
+        trained = self.step.trains(abstract_params(params))
+        agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        self._compare(state)
+        self._checked.update((x, True) for x in leaves)
+
+    @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
-        """Compares what several ranks hold of a state. The first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
+        """Compares what several ranks hold of a state. Its first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
 
         Args:
             state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
 
-        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU about a second for 6 GB.
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s of a core for 6 GB.
 
         Raises:
             DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
+            BusyError: another thread is using the mesh.
         """
+        self._compare(state)
 
+    def _compare(self, state: State) -> None:
         def held() -> Held:
             check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
             parts = {"params": state.params, "opt_state": state.opt_state, "extras": lasting(state).extras, "step": state.step, "key": state.key}
@@ -250,9 +267,9 @@ class CompiledStep(Compiled):
         """What a program is built of goes by the counts of the state at hand."""
         self.step = self._safer.before_build(self.step, params, state)
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[..., Any]]]:
-        lowered, finish = super()._build(params, batch)
-        return self._safer.explained(lowered, self.step, params), finish
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch)
+        return self._safer.explained(lowered, self.step, params), built
 
     def _may_guess(self, state: State) -> bool:
         """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
