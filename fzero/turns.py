@@ -19,9 +19,6 @@ import torch.distributed as dist
 
 from fzero.errors import DivergenceError, message
 
-FIRST, EVERY = 16, 16
-"""Runs of programs over process groups before which the ranks meet: so many first ones after a new program, and every so many-th later."""
-
 _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
 
 

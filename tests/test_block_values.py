@@ -58,6 +58,16 @@ def hooked_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
     return y * (1.0 if y.is_leaf else y.storage_offset() + y.as_strided((2, 4), (4, 1)))
 
 
+@fz.block
+def jacobians(p: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(row @ p["w"])))(x).sum(1)
+    return rows * torch.func.grad(lambda z: torch.tanh(z @ p["w"]).sum())(x)
+
+
+def functional_derivatives_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return jacobians(p, jacobians(p, x * p["v"])).square().mean()
+
+
 def one_tensor_and_two(p: Any, x: torch.Tensor) -> torch.Tensor:
     h = x * p["v"]
     return (attention(p, h, h) + attention(p, h, h.clone())).square().sum()
@@ -108,6 +118,7 @@ def hooks_of_what_is_made_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 SAME = [
+    functional_derivatives_inside,
     one_tensor_and_two,
     a_parameter_as_argument,
     one_result_is_an_argument,
@@ -173,6 +184,15 @@ def test_asking_where_an_argument_comes_from_or_lies_is_refused_by_name(what: st
     train = compiled(lambda p, x: run(p, (x * p["v"])[1:]).sum())
     with pytest.raises(TraceError, match=rf"(?s)block lambda: asks where .*\({what}\)\n.*test_block_values.py:\d+: .*{what}.*x: float32\[(1, )?4\]\nFix: "):
         train(train.init(PARAMS), BATCH)
+
+
+def test_taking_the_gradient_from_an_argument_is_refused() -> None:
+    stops = fz.block(lambda p, x: x.detach_() @ p["w"])
+    losses: list[Loss] = [lambda p, x: stops(p, x * p["v"]).sum(), lambda p, x: (x @ p["w"].requires_grad_(False) * p["v"]).sum()]
+    for loss in losses:
+        train = compiled(loss)
+        with pytest.raises(TraceError, match=r"(?s)takes that from what it is given.*Fix: x.detach\(\) stops a gradient"):
+            train(train.init(PARAMS), BATCH)
 
 
 def test_asking_where_a_batch_or_a_result_lies_is_refused_by_name() -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.mesh import Mesh
-from fzero.turns import EVERY, FIRST
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -37,7 +36,6 @@ class ProcessGroups:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._names: list[str] = []  # of the programs, in the order of their pools
-        self._runs = 0  # since there is the last of them
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the same order."""
@@ -45,21 +43,13 @@ class ProcessGroups:
         found = host_pool(nbytes, self._mesh) if on_cpu else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
-        self._runs = 0
         return found
 
     def begin(self, pool: torch.Tensor) -> None:
-        """Called before a program runs. Now and then the ranks meet to see whether all are to run this one.
-
-        Raises:
-            DivergenceError: ranks call different steps.
-        """
+        """Called before a program runs."""
         if self._mesh.size > 1:
             number = pool._fzero_number  # type: ignore[attr-defined]
             self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
-            self._runs += 1
-            if self._runs <= FIRST or self._runs % EVERY == 0:
-                self._mesh.turns.meet("step")
 
     def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
         group = self._mesh.group(axis, gathers=True)

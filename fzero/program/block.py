@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
 from fzero.program.segment import Part
 from fzero.program.segment import signature as function_signature
-from fzero.program.settings import settings
+from fzero.program.settings import Settings, changes, settings
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -93,8 +93,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something other than tensors, reads a tensor
             from its closure, draws from torch's global generator, computes something else each time, asks where an argument comes from or lies, gets or
-            returns a tensor with attributes, is differentiated twice under other settings of PyTorch's than it is called under, or is called under a
-            `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
+            returns a tensor with attributes, changes what is read outside of it, is differentiated twice under other settings of PyTorch's than it is
+            called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch
@@ -116,7 +116,11 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
             return _applied(fn, params, args, kwargs) if _casting.get() else fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
 
+    call.__dict__[_BLOCK] = fn
     return call
+
+
+_BLOCK = "_fzero_block"
 
 
 class Blocks:
@@ -169,7 +173,8 @@ class Blocks:
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
+            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()  # not those of a checkpoint around the call
+            with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
                 return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
@@ -181,8 +186,12 @@ class Blocks:
         joint = self.joints.get(now)
         if joint is None:
             joint = self.joints[now] = trace(self._names(_name(fn)))
-            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met
+            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met, something that it keeps for later
+                outside = self._read_outside(fn)
                 compare(joint)
+                if changed := changes(outside, self._read_outside(fn)):
+                    fix = "return it from the block as a result, or change it outside: a block runs once for all its calls, while it is traced"
+                    raise TraceError(message(owner, "changes what is read outside of it", [*_where(fn), *changed], fix))
                 self.joints[key()] = joint
         elif _retracing.get():
             compare(joint)
@@ -197,6 +206,12 @@ class Blocks:
             if i >= joint.num_inputs and i != first:
                 self._recorder.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
+
+    def _read_outside(self, fn: Any) -> Settings:
+        """What the function that is traced reads beside its arguments, outside of blocks."""
+        body = fn.func if isinstance(fn, functools.partial) else fn
+        owners = [fn, body, getattr(body, "__func__", fn)]
+        return settings(self._recorder.source, strict=False, without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners))
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""

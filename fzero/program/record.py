@@ -74,7 +74,7 @@ class Recorder(compat.TorchDispatchMode):
         self.failure: Failure | None = None
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
-        self._source = constants_from
+        self.source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
@@ -142,7 +142,7 @@ class Recorder(compat.TorchDispatchMode):
                 message(
                     self.owner,
                     "reads a tensor that is not one of its arguments",
-                    self.here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
+                    self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
                 )
             )

@@ -182,6 +182,11 @@ _REFUSED = [
     ),
     ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
+    (
+        "One of the differentiated Tensors does not require grad",
+        "asks for a gradient of what requires none, or takes that from what it is given (detach_, requires_grad_(False))",
+        "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
+    ),
     ("mutate a captured Tensor", *_IN_PLACE),
     (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
     (

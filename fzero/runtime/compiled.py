@@ -18,7 +18,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.leaves import batch_inputs
 from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
-from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
+from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, numbers_in, settings
@@ -107,8 +107,10 @@ class Compiled:
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
-        if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
+        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]  # which see every operation of a program that is run as it is
+        if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
+            fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode" if self.backend == "inductor" else ""
             raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
