@@ -73,7 +73,7 @@ PARTINGS: dict[str, tuple[Any, str]] = {
     "autocast": (with_autocast, "autocast's enabled (True, False), before (False, False)"),
     "a switch": (deterministically, "deterministic algorithms on, before off"),
     "an evaluation": (lambda run: run.other(run.state.params, run.batch()), "makes a program of <lambda> (EvalStep)"),
-    "an evaluation that has run": (lambda run: run.known(run.state.params, run.batch()), "evaluate loss_fn, program 1"),
+    "an evaluation that has run": (lambda run: run.known(run.state.params, run.batch()), "evaluate loss_fn"),
     "a save": (lambda run: fz.checkpoint.save(run.folder, run.state), "saves or restores a checkpoint"),
     "gather": (lambda run: run.train.gather(run.state), "gather"),
     "leaving": (lambda run: fz.close_mesh(), "has left, after: runs evaluate loss_fn, program 1"),

@@ -57,8 +57,9 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
     return everyones[0]
 
 
-def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
-    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them.
+def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
+    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them. `about`: what this rank does,
+    for those that do something else.
 
     Communication: a few hundred bytes through the store.
 
@@ -66,12 +67,12 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
         FzeroValueError: it failed on another rank, naming each that did and why.
         DivergenceError: a rank was stopped (Ctrl-C), or did not come in time.
     """
-    return act() if mesh.size == 1 else _done(mesh, owner, act)[0]
+    return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
 
 
-def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False) -> tuple[T, list[Any]]:
+def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
     """What `act` returned on this rank, and with `tell` what it returned on each."""
-    talk, error = _Talk(mesh, owner), None
+    talk, error = _Talk(mesh, owner, about), None
 
     def attempt() -> Any:
         nonlocal error
@@ -196,6 +197,7 @@ class _Talk:
             raise DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
         places = {rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))]) for rank, other in notes.items()}
         if len({*places.values()}) > 1:
+            self._mesh.turns.look(self._owner)  # which knows more
             fix = "make the same calls in the same order on every rank: a step with a batch of another shape than before builds a program of its own (compile)"
             raise DivergenceError(message(self._owner, "the ranks do different things", [f"rank {rank}: {place}" for rank, place in places.items()], fix))
         if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store

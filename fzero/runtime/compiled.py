@@ -22,6 +22,7 @@ from fzero.program.ambient import autocast, dispatch_modes, function_modes, save
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, numbers_in, settings
+from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
@@ -132,7 +133,8 @@ class Compiled:
             self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept))  # what changed on one rank only is every rank's error
+            about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
