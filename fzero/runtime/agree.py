@@ -181,7 +181,7 @@ class _Talk:
         Raises:
             DivergenceError: naming the ranks that failed or did not come in time.
         """
-        self._store.set(self._key(self._mesh.rank), json.dumps(note))
+        self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
         missing = absent(self._store, [self._key(rank) for rank in range(self._mesh.size)], self._mesh.timeout)
         notes = {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing}
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
@@ -192,9 +192,10 @@ class _Talk:
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
             raise DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
-        if others := [f"rank {rank}: {', '.join(other)}" for rank, other in notes.items() if other.keys() != note.keys()]:
-            here = f"rank {self._mesh.rank}: {', '.join(note)}"
-            raise DivergenceError(message(self._owner, "the ranks have come to different places", [here, *others], "run the same code on every rank"))
+        places = {rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))]) for rank, other in notes.items()}
+        if len({*places.values()}) > 1:
+            fix = "make the same calls in the same order on every rank: a step with a batch of another shape than before builds a program of its own (compile)"
+            raise DivergenceError(message(self._owner, "the ranks do different things", [f"rank {rank}: {place}" for rank, place in places.items()], fix))
         if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
             self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
