@@ -100,6 +100,7 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
     one, then the new values that must agree, as one vector. The node is that of what gradients are computed from."""
     made: list[Found] = []
 
+    @torch.enable_grad()  # whatever the caller has
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
