@@ -25,8 +25,9 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroValueError, message
+from fzero.exclusive import Exclusive, Holding
 from fzero.rendezvous import meet
-from fzero.turn import Alone, Turn
+from fzero.turns import Turns, leave_all
 
 AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
@@ -99,7 +100,8 @@ class Mesh(AbstractMesh):
     gather_groups: Mapping[str, Any] = field(default_factory=dict)  # on CUDA by axis: gathers do not queue behind reductions
     joined: Any = None  # the default process group it was made in
     _store: Any = None
-    turn: Turn = field(default_factory=Turn)  # of what has the mesh to itself
+    _turns: Any = None
+    exclusive: Exclusive = field(default_factory=Exclusive)  # of what has the mesh to itself
 
     def __init__(
         self,
@@ -128,7 +130,8 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "copies", None)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
-        object.__setattr__(self, "turn", Turn())
+        object.__setattr__(self, "_turns", None)
+        object.__setattr__(self, "exclusive", Exclusive())
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -158,13 +161,22 @@ class Mesh(AbstractMesh):
         self.check_open()
         return self._store or compat.default_store()
 
+    @property
+    def turns(self) -> Turns:
+        """What the ranks do together, one after the other."""
+        found = self._turns
+        if found is None:
+            found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
+            object.__setattr__(self, "_turns", found)
+        return found
+
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
         if self.device_mesh is not None and (not dist.is_initialized() or dist.group.WORLD is not self.joined):
             fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
             raise FzeroValueError(message("mesh", f"the mesh {self} is closed", fix=fix))
 
-    def alone(self, owner: str) -> Alone:
+    def alone(self, owner: str) -> Holding:
         """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes its state in place. Microseconds.
 
         Raises:
@@ -176,7 +188,7 @@ class Mesh(AbstractMesh):
             fix = "call these one after the other, from one thread; what another thread is to have, copy first: train.gather(state)"
             return BusyError(message(owner, what, fix=fix))
 
-        return Alone(self.turn, busy)
+        return Holding(self.exclusive, busy)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -380,6 +392,7 @@ def return_freed_memory() -> None:
 
 def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line."""
+    leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 

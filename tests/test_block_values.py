@@ -233,10 +233,12 @@ def test_attributes_of_tensors_that_cross_a_border_are_refused_by_name() -> None
     train = compiled(lambda p, x: (x * p["v"]).sum() * getattr(x, "scale", 1.0))
     batch = BATCH.clone()
     batch.scale = 3.0  # type: ignore[attr-defined]
-    state = train.init(PARAMS)
-    for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling")):
+    state, leaf = train.init(PARAMS), torch.ones(4, requires_grad=True)
+    for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling"), (BATCH * leaf, "batch requires a gradient")):
         for call in (train, lambda state, x: train.step(train.step.init(PARAMS), x)):
             with pytest.raises(FzeroTypeError, match=rf"leaves of a batch are values(?s:.*)\n  {text}\nFix: x.detach"):
                 call(state, wrong)
     assert train(state, {**state.params}["w"][:2].detach())  # what this library notes on a state's tensors
     assert train(state, state.params["w"])
+    with torch.no_grad():
+        assert train(state, leaf)

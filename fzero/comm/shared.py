@@ -120,14 +120,16 @@ class SharedMemory:
         Cost: a notice to each rank, and a system call to read which program it runs.
         """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
+        number = self._pool.number  # type: ignore[union-attr]
+        self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
         self._runs += 1
         at = self._runs % 2 * _NUMBER  # no rank is two runs ahead of another
-        self._board.bytes[at : at + _NUMBER] = self._pool.number.to_bytes(_NUMBER, "little")  # type: ignore[union-attr]
+        self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
         everyone = list(self._peers.values())
         self._tell(everyone)
         self._hear({p.rank: p.told for p in everyone})
         runs = {p.rank: int.from_bytes(os.pread(self._board.fds[p.rank], _NUMBER, at), "little") for p in everyone}
-        runs[self._mesh.rank] = self._pool.number  # type: ignore[union-attr]
+        runs[self._mesh.rank] = number
         if len({*runs.values()}) > 1:
             which = [f"rank {rank}: {self._names[number]}, program {number}" for rank, number in sorted(runs.items())]
             fix = "call the same compiled steps in the same order on every rank: an evaluation too"
@@ -243,9 +245,12 @@ class SharedMemory:
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
-        ready = dict(poll.poll(self._mesh.timeout * 1000))
+        deadline = time.monotonic() + self._mesh.timeout
+        while not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout)))) and time.monotonic() < deadline:
+            self._mesh.turns.look("step")
         if peer.theirs in ready:
             return
+        self._mesh.turns.look("step")
         what = f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", [f"rank {self._mesh.rank}: {what}"], fix))

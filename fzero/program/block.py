@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.program import checks
 from fzero.program.ambient import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
@@ -84,6 +85,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     container it is given, and code in it that reads of an argument where it comes from or where it lies (`x.is_leaf`, `x.grad_fn`, `x._version`,
     `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass
     its border.
+
+    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds, floating-point results are NaN.
 
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
@@ -260,7 +263,8 @@ class _Body:
         token = _tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)])
-            result = _applied(self.fn, params, args, kwargs)
+            with checks.collected() as failed:
+                result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
         flat, structure = tree.flatten(result)
@@ -268,6 +272,7 @@ class _Body:
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
         _check_bare(self.owner, "leaves behind", self.fn, [*_arguments(self.fn, params, args, kwargs), ("result", result)])
+        flat = checks.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
         storages = [x.untyped_storage()._cdata for x in tensors]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from fzero.program.ambient import autocast, dispatch_modes, function_modes, save
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, counted, left_by_traces, settings
+from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
@@ -41,7 +43,8 @@ def alone(owner: str) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.mesh.alone(owner), torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()  # a state outlives the mode that it is made in
+            with self.mesh.alone(owner), ordinary:
                 return method(self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -118,8 +121,9 @@ class Compiled:
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
+            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
             read = self._settings()
-            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
+            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings())
             for other in self._runs.values():  # a list that the trace has grown is not what they read
                 other.settings = kept.settings if other.settings == read else other.settings
@@ -131,7 +135,8 @@ class Compiled:
             self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept))  # what changed on one rank only is every rank's error
+            about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -210,3 +215,24 @@ def _changed(place: str, before: Any, after: Any) -> str:
     if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
         return f"{place}: {before[1]} before, {after[1]} after"
     return f"{place}: drawn from"
+
+
+def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
+    """In what a call differs from the one before it."""
+    if before is None:
+        return ""
+    new, old = _facts(key), _facts(before)
+    return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name))
+
+
+def _facts(key: tuple[Any, ...]) -> dict[str, str]:
+    params, structure, kinds, deterministic_setting, default_dtype, cast, others = key
+    leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
+    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
+    facts |= {
+        "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
+        "the batch's tree": structure,
+        "the batch's leaves": ", ".join(leaves),
+    }
+    facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
+    return {name: str(value).replace("torch.", "") for name, value in facts.items()}

@@ -1,4 +1,4 @@
-"""Whose turn it is: one call at a time has something to itself, and whatever interrupts that call leaves nothing taken."""
+"""One call at a time has something to itself, and whatever interrupts that call leaves nothing held."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
-class Turn:
-    """Taken by a frame, for as long as its body runs; a lock that a KeyboardInterrupt may leave locked, between it and its `try`, would stay so.
+class Exclusive:
+    """Held by a frame, for as long as its body runs; a lock that a KeyboardInterrupt may leave locked, between it and its `try`, would stay so.
 
     A frame that took it and runs no more, in any thread, does not hold it: who comes next takes it over. A generator's frame must not take it.
     """
@@ -28,18 +28,18 @@ class Turn:
             del self._held["by"]
 
 
-class Alone:
-    """The body of a `with` that has a turn; `busy` makes the error if it is another's."""
+class Holding:
+    """The body of a `with` that holds it; `busy` makes the error if another does."""
 
-    def __init__(self, turn: Turn, busy: Callable[[], Exception]):
-        self._turn, self._busy = turn, busy
+    def __init__(self, of: Exclusive, busy: Callable[[], Exception]):
+        self._of, self._busy = of, busy
 
     def __enter__(self) -> None:
-        if self._turn._held.get("by") is (frame := sys._getframe(1)) or not self._turn.take(frame):
+        if self._of._held.get("by") is (frame := sys._getframe(1)) or not self._of.take(frame):
             raise self._busy()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._turn.give(sys._getframe(1))
+        self._of.give(sys._getframe(1))
 
 
 def _runs(frame: FrameType) -> bool:
