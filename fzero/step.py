@@ -227,14 +227,14 @@ def train_step(
     if callable(loss_fn) and not _takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
             problems.append(f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not take (params, batch)")
-            fix = "write a loss_fn(params, batch) that calls it: torch.func.functional_call(module, params, inputs), with params = dict(module.named_parameters())"
+            fix = "write a loss_fn(params, batch) with torch.func.functional_call(module, params, inputs); params: dict(module.named_parameters())"
         else:
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
         raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
     if not is_transformation(optimizer):
-        fix = "pass an optim.GradientTransformation(init, update): optim.adamw(3e-4) is one"
+        fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 

@@ -156,7 +156,7 @@ class Blocks:
         if wrong:
             fix = "make parameters tensors; pass settings as numbers or strings"
             if any(isinstance(x, torch.nn.Module) for x in flat):
-                fix = "a block of a module's layer is a function of the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
+                fix = "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
             raise TraceError(message(owner, "takes tensors and hashable constants", wrong, fix))
         if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"

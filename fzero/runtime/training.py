@@ -203,6 +203,7 @@ class CompiledStep(Compiled):
             (docs/transforms/offload.md).
 
         Raises:
+            FzeroTypeError: more arguments than a state and one batch.
             FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
                 values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says.

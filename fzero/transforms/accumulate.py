@@ -90,9 +90,8 @@ def accumulate(step: Any = None, num_micro_batches: int | None = None, *, vertic
     if isinstance(step, int):
         step, num_micro_batches = None, step
     if num_micro_batches is None or count("num_micro_batches", num_micro_batches):
-        many = "an unknown number of" if num_micro_batches is None else repr(num_micro_batches)
         fix = "give a whole number of at least 1: fz.accumulate(4)" if num_micro_batches is None else "give a whole number of at least 1"
-        raise FzeroValueError(message("accumulate", f"cannot cut a batch into {many} micro-batches", fix=fix))
+        raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix))
     if problems := flag("vertical", vertical):
         raise FzeroValueError(message("accumulate", "these arguments cannot work", problems, "e.g. fz.accumulate(4, vertical=True)"))
     if problems := predicate("whole", whole):
