@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     train = fz.compile(step, mesh, backend=args.backend)
     saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    start = text.resume(fz.checkpoint.describe(saved).meta.get("data")) if saved else 0
+    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     below = tiers(state, args.memory)
     say(f"the state is in {args.path}: {f'resuming at step {start}' if start else 'training'}")
 

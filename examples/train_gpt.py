@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}  # the global batch of a step is the same on any mesh
     saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    start = text.resume(fz.checkpoint.describe(saved).meta.get("data")) if saved else 0  # batches seen; with fp16 some of them were no step
+    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0  # batches seen; with fp16 some of them were no step
     say(f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {f'resuming at step {start}' if start else 'training'}")
     if args.print_program and RANK == 0:
         print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)

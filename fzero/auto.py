@@ -18,6 +18,7 @@ from typing import Any
 from fzero.bounds import Least, Rests, sizes_of
 from fzero.budget import ENDS, FEW, GAIN, Budget, Choice, filling, share_of
 from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.program.guess import TIERS, num_guessable
 from fzero.program.ir import Program
 from fzero.progress import Progress
 from fzero.schedule.plan import Decision, Plan, peak_bytes, plan, step_seconds
@@ -27,7 +28,8 @@ from fzero.units import duration, size
 from fzero.variants import Variants
 
 FINEST = 8  # shares are looked for in steps of 1/8
-MOST_LINES = 12_000  # of all programs that are made
+MOST_LINES = 12_000  # of all programs that are made, if one of them fits
+UNTIL_FOUND = 36_000  # if none does
 MOST_TRIED = 32  # programs
 LAST_TRIED = 8  # and of those that are not expected to fit, but might, if nothing did
 
@@ -120,7 +122,7 @@ class _Search:
         self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
         self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
         self.besides: dict[Any, tuple[float, float]] = {}  # bytes of device and host that programs took besides the least
-        self.num_lines = 0  # of the programs that were made
+        self.made: dict[int, Program] = {}  # by identity: choices may come to the same
 
     def run(self) -> tuple[Records, Decision]:
         if self._try((), self.least):
@@ -128,19 +130,24 @@ class _Search:
         asked = self._everything()
         program = self._variants(asked).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
+        self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))  # after a loop there is nothing left to run beside
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
         tried = set[tuple[Shares, Choice]]()
         for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
-            enough = self.num_lines > MOST_LINES or len(self.peaks) > MOST_TRIED
+            lines = sum(len(program.lines) for program in self.made.values())
+            enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.peaks) > MOST_TRIED
             if enough or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
             if not self._expected(candidate, bounds[candidate]):
                 tried.add(candidate)
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
-            able = [c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)]
-            able.sort(key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely))
-            if not any(self._try(*candidate, bounds[candidate]) for candidate in able[:LAST_TRIED]):
+            able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
+            for _ in range(min(LAST_TRIED, len(able))):  # each tells what to expect of the others
+                able.remove(candidate := min(able, key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely)))
+                if self._try(*candidate, bounds[candidate]):
+                    break
+            else:
                 raise self._unmet(bounds)
         best, *others = sorted(self.found, key=lambda shares: self.found[shares])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])]
@@ -188,11 +195,16 @@ class _Search:
         return self.variants[shares]
 
     def _ways(self, shares: Shares) -> list[Choice]:
-        """Where updates may run and gradients wait: all updates on the host, or, if that is open, none; what lies between is looked at afterwards."""
+        """Where updates may run and gradients wait, and which may be on a guess: all updates on the host, or, if that is open, none; what lies between is
+        looked at afterwards."""
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        return [replace(self.least, host_share=share, grads=grads) for share in (ENDS if open_side else ENDS[:1]) for grads in kinds]
+        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in shares), any(s.tier == "cpu" or s.back for s in shares)
+        there = (state and disk, state and host and self.budget.host is not None)  # copies in host memory take room that must be given
+        guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
+        ends = ENDS if open_side else ENDS[:1]
+        return [replace(self.least, host_share=share, grads=grads, guess=guess) for guess in guesses for share in ends for grads in kinds]
 
     def _bound(self, shares: Shares, way: Choice) -> Least:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
@@ -200,19 +212,20 @@ class _Search:
             on_host = share.back if share.tier == "nvme" else share.eighths
             of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
         on_host = way.host_share > 0 and self.auto.update_on != "device"
-        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device)
+        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
         shares, way = candidate
-        device, host = self.besides.get(_kind(shares, way)) or self.besides.get(way) or (0.0, 0.0)
+        known = (self.besides.get(like) for like in (_kind(shares, way), way, replace(way, guess=())))
+        device, host = next(filter(None, known), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
     def _try(self, shares: Shares, way: Choice, bound: Least | None = None) -> bool:
         """Whether a program fits, which is made for it; the seconds of one that does."""
         program, device, backend = self._variants(shares)(way), self.budget.device, self.budget.backend
         peaks = self.peaks[shares, way] = peak_bytes(program, device, backend)
-        self.num_lines += len(program.lines)
+        self.made[id(program)] = program
         if bound is not None:
             self.besides[way] = self.besides[_kind(shares, way)] = peaks[0] - bound.device, peaks[1] - bound.host
         if fits := not self.budget.over(peaks):

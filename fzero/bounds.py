@@ -6,13 +6,17 @@ programs are worth making, and when to stop: nothing that is left can be faster 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from fzero.program.ir import Program, local_bytes
 from fzero.schedule.cost import seconds
 from fzero.schedule.devices import Device
-from fzero.transforms.tiers import saved_activations, waiting_on_host
+from fzero.schedule.temporaries import temporaries
+from fzero.transforms.tiers import saved_activations, waiting_on_host, waits_for_all
 
 
 class Rests(NamedTuple):
@@ -24,12 +28,13 @@ class Rests(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Bytes of each tier, and seconds for which each queue is busy, that it takes at least."""
+    """Bytes of each tier that it takes at least; and of the phases of a step (forward, backward, updates that wait for all gradients) the seconds for which
+    each queue is busy: compute, disk, the link to the device, the link to the host, the host's memory."""
 
     device: float
     host: float
     disk: float
-    queues: tuple[float, ...]
+    phases: tuple[tuple[float, ...], ...]
 
     @property
     def peaks(self) -> tuple[int, int, int]:
@@ -38,13 +43,16 @@ class Least(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step, if all queues work side by side."""
-        return max(self.queues)
+        """Of a step, if all queues of a phase work side by side."""
+        return sum(map(max, self.phases))
 
     @property
     def likely(self) -> float:
         """Seconds between that and one queue after the other."""
-        return (max(self.queues) + sum(self.queues)) / 2
+        return sum(max(queues) + HIDDEN * (sum(queues) - max(queues)) for queues in self.phases)
+
+
+HIDDEN = 1 / 8  # of what a queue that is not the busiest takes is seen in a step
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,10 @@ class Sizes:
         state, params, copies: of the optimizer, of parameters, of what is computed with beside masters, 0 if that is the parameters themselves.
         grads: gradients that wait for all, or for other micro-batches.
         activations: that wait for their backward.
+        inside: of a call, at most.
         turns: of a loop over micro-batches, each of which reads parameters anew.
-        compute_seconds: of forward and backward.
+        waits: whether updates wait for something of all gradients.
+        forward_seconds, backward_seconds: of their functions.
     """
 
     resting: int
@@ -66,10 +76,13 @@ class Sizes:
     copies: int
     grads: int
     activations: int
+    inside: int
     turns: int
-    compute_seconds: float
+    waits: bool
+    forward_seconds: float
+    backward_seconds: float
 
-    def least(self, rests: Rests, on_host: bool, grads: str, device: Device) -> Least:
+    def least(self, rests: Rests, on_host: bool, grads: str, device: Device, guess: Sequence[str] = ()) -> Least:
         """What a layout takes.
 
         Args:
@@ -77,35 +90,53 @@ class Sizes:
             on_host: whether the host updates what rests off the device.
             grads: which gradients wait on the host, as in `waiting_on_host`.
             device: whose rates.
+            guess: the tiers whose leaves are updated on a guess.
         """
         (state_h, state_d), (params_h, params_d) = rests.state, rests.params
         left = (1 - params_h - params_d) * bool(self.copies)  # of masters, which rest with their state
         master_h, master_d = params_h + left * state_h, params_d + left * state_d
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
-        copies = self.copies * (master_h + master_d)
-        read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and backward
+        streams = self.copies * (master_h + master_d - params_h - params_d)  # copies that the update brings to the device
+        read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and by backward
         updated = min(1.0, state_h + state_d) if on_host else 0.0
         waiting = self.grads * (1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated)
         saved = self.activations * rests.activations
-        passes = 2 * self.turns
-        from_disk = off_d + passes * read_d - (0 if self.copies else min(read_d, off_d))
+        written = off_d + self.copies * params_d
+        copied = off_h if "host" in guess else 0.0  # before it is overwritten
         streamed = 0.0 if on_host else off_h + off_d
-        to_device = passes * (read_h + read_d) + streamed + saved + (waiting if not on_host else 0) + updated * (copies - self.copies * (params_h + params_d))
-        to_host = waiting * (self.turns if on_host else 1) + streamed + saved
-        in_host = updated * (2 * (self.state + self.params) + self.grads + copies) + (3 * waiting * self.turns if self.turns > 1 else 0)
-        on_device = self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + copies - self.copies * (params_h + params_d)
+
+        def queues(compute: float, read: float, write: float, to_device: float, to_host: float, in_host: float) -> tuple[float, ...]:
+            link = device.host_copy.bandwidth
+            disk = read / device.disk_read.bandwidth + write / device.disk_write.bandwidth
+            return compute, disk, to_device / link, to_host / link, in_host / device.host_memory_bandwidth
+
+        def update(disk: float, memory: float) -> tuple[float, ...]:
+            """Shares of the updates."""
+            brought = streamed + (waiting if not on_host else 0) + updated * streams
+            through = updated * (2 * (self.state + self.params) + self.grads + self.copies * (master_h + master_d)) + 2 * copied
+            read = off_d - (0 if self.copies else min(read_d, off_d))
+            return queues(0.0, disk * read, disk * written, memory * brought, memory * streamed, memory * through)
+
+        disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))  # what is updated in the backward
+        if guess == ("disk",) and state_d:  # not what has parameters elsewhere
+            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
+        memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
+        summed = 3 * waiting * self.turns if self.turns > 1 else 0
+        leaving = waiting * (self.turns if on_host else 1)
+        reads = (self.turns * read_d, 0.0, self.turns * (read_h + read_d))
+        forward = queues(self.forward_seconds, *reads, saved, 0.0)
+        backward = _sum(queues(self.backward_seconds, *reads, leaving, summed), queues(0.0, 0.0, 0.0, saved, 0.0, 0.0), update(disk, memory))
+        on_device = self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
         return Least(
-            device=on_device + max(self.grads - waiting, self.activations - saved),
-            host=off_h + self.copies * params_h + max(waiting, saved),
-            disk=off_d + self.copies * params_d,
-            queues=(
-                self.compute_seconds,
-                from_disk / device.disk_read.bandwidth + (off_d + self.copies * params_d) / device.disk_write.bandwidth,
-                to_device / device.host_copy.bandwidth,
-                to_host / device.host_copy.bandwidth,
-                in_host / device.host_memory_bandwidth,
-            ),
+            device=on_device + max(self.grads - waiting, self.activations - saved + self.inside),
+            host=off_h + self.copies * params_h + copied + max(waiting, saved),
+            disk=written * (1 + (disk if guess else 0)),
+            phases=(*((forward, backward) if self.turns == 1 else (_sum(forward, backward),)), update(1 - disk, 1 - memory)),
         )
+
+
+def _sum(*queues: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*queues, strict=True)))
 
 
 def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
@@ -119,8 +150,10 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
     for leaf in program.leaves.values():
         role = {"opt_state": "state"}.get(leaf.role, leaf.role) if leaf.layout.tier != "device" else ""
         held[role] += leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-    values = program.values_by_name
-    time = (n * seconds(line, program, device, backend) for line, n in program.walk() if line.op == "call" and line.by != "optimizer")
+    values, calls = program.values_by_name, [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"]
+    here = None if device.asynchronous else torch.device("cpu")
+    inside = (temporaries(program.functions[line.fn], backend, here) + sum(local_bytes(v, program.mesh) for v in line.out) for line, _ in calls)
+    time = {back: sum(n * seconds(x, program, device, backend) for x, n in calls if bool(x.attrs.get("backward")) == back) for back in (False, True)}
     return Sizes(
         resting=held[""],
         state=held["state"],
@@ -128,6 +161,9 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         copies=held["compute"],
         grads=sum(local_bytes(values[g], program.mesh) for g in waiting_on_host(program, frozenset(), "host")),
         activations=sum(values[a].nbytes for a in saved_activations(program)),
+        inside=max(inside, default=0),
         turns=max((line.attrs["count"] for line in program.lines if line.op == "loop"), default=1),
-        compute_seconds=sum(time),
+        waits=waits_for_all(program),
+        forward_seconds=time[False],
+        backward_seconds=time[True],
     )

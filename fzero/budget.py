@@ -12,6 +12,8 @@ is looked for only where that leaves something to gain: first where the two side
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +22,7 @@ from fzero.errors import BudgetError, message
 from fzero.program.ir import Program
 from fzero.schedule.devices import Device
 from fzero.schedule.order import Order, coalescable, sharable
-from fzero.schedule.plan import Decision, Plan, peak_bytes, queue_seconds, step_seconds
+from fzero.schedule.plan import Decision, Plan, peak_bytes, queue_seconds
 from fzero.schedule.render import brief
 from fzero.schedule.timeline import COMPUTE
 from fzero.transforms.base import find
@@ -73,65 +75,107 @@ class Budget:
         return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
 
 
-def choose(build: Callable[[Choice], Program], least: Choice, budget: Budget, *, auto: bool, loops: bool, open_side: bool = False) -> Choice | None:
-    """The choice whose program is predicted to be fastest within a budget; None if none fits.
+def choose(build: Callable[[Choice], Program], starts: Sequence[Choice], budget: Budget, *, auto: bool, loops: bool, open_side: bool = False) -> Choice | None:
+    """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start comes first; None if none fits.
 
     Args:
         build: the finished program of a choice, the same object for choices that come to the same.
-        least: the choice that takes least memory.
+        starts: choices that take least memory but for where gradients wait and what is updated on a guess.
         budget: to fit.
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
         open_side: whether it is open on which side what rests off the device is updated.
     """
-    peak = _of(build, lambda program: peak_bytes(program, budget.device, budget.backend))
-    time = _of(build, lambda program: step_seconds(program, budget.device, budget.backend))
-    fits = lambda choice: not budget.over(peak(choice))  # noqa: E731
-    ends = ENDS if open_side else ENDS[:1]
-    start = next((c for c in (replace(least, host_share=share) for share in ends) if fits(c)), None)
+    known = _Known(build, budget)
+    grown = [found for start in starts if (found := _grown(known, start, auto, loops, ENDS if open_side else ENDS[:1])) is not None]
+    refined: dict[Choice, Choice] = {}
+    for choice in sorted(grown, key=known.seconds):
+        best = min(map(known.seconds, refined.values()), default=math.inf)
+        able = not refined or known.least_seconds(choice, open_side) <= (1 - GAIN) * best
+        refined[choice] = _refined(known, choice, open_side) if able else choice
+    return _first_of_fastest({refined[choice]: known.seconds(refined[choice]) for choice in grown})
+
+
+class _Known:
+    """What was found out about the programs of choices, once for each program."""
+
+    def __init__(self, build: Callable[[Choice], Program], budget: Budget):
+        device, backend = budget.device, budget.backend
+        self.build, self.budget = build, budget
+        self.peaks = _of(build, lambda program: peak_bytes(program, device, backend))
+        self.queues = _of(build, lambda program: queue_seconds(program, device, backend))
+
+    def fits(self, choice: Choice) -> bool:
+        return not self.budget.over(self.peaks(choice))
+
+    def seconds(self, choice: Choice) -> float:
+        return self.queues(choice)[0]
+
+    def least_seconds(self, choice: Choice, open_side: bool) -> float:
+        """What a step takes at least, wherever the updates of a choice run and however far ahead a transfer starts: as long as its busiest queue."""
+        if not open_side:
+            return max(self.queues(choice)[1].values())
+        return next(_mixes(*(self.queues(replace(choice, host_share=share))[1] for share in ENDS)))[1]
+
+
+def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence[float]) -> Choice | None:
+    """The choice with as much kept for the backward, and as many gathers that serve twice, as fit, and gradients added up as is faster; None if it does not
+    fit itself."""
+    start = next((c for c in (replace(least, host_share=share) for share in ends) if known.fits(c)), None)
     if start is None:
         return None
     found, because = [], ""
     for base in (replace(start, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
-        if not fits(base):
-            because = f"added up whole they would take {size(budget.over(peak(base)))} more than the budget"
+        if not known.fits(base):
+            because = f"added up whole they would take {size(known.budget.over(known.peaks(base)))} more than the budget"
         else:
-            keep = [lambda c: _keeps_most(c, fits)] if auto else []
-            share = [lambda c: _shares_most(c, len(sharable(build(c))), fits)]
+            keep = [lambda c: _keeps_most(c, known.fits)] if auto else []
+            share = [lambda c: _shares_most(c, len(sharable(known.build(c))), known.fits)]
             orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
             found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
-    cost = lambda choice: (time(choice), peak(choice))  # noqa: E731
-    best = min(found, key=cost)
+    best = min(found, key=lambda c: (known.seconds(c), known.peaks(c)))
     others = [c for c in found if c.whole_grads != best.whole_grads]
     if others:
-        because = f"{1e3 * (min(map(time, others)) - time(best)):.3g} ms a step faster than {'shards' if best.whole_grads else 'whole'}"
-    best = replace(best, because=because)
-    link = budget.device.links["intra"]
+        faster = min(map(known.seconds, others)) - known.seconds(best)
+        because = f"{1e3 * faster:.3g} ms a step faster than {'shards' if best.whole_grads else 'whole'}"
+    return replace(best, because=because)
+
+
+def _refined(known: _Known, best: Choice, open_side: bool) -> Choice:
+    """The choice with gathers that start as far ahead, and updates on the side, that are fastest."""
+    link = known.budget.device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
-    orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(build(best), small) else [])]
-    refined = [[replace(best, order=replace(o, ahead=n), host_share=share) for o in orders for n in range(1, FARTHEST + 1)] for share in ends]
-    fitting = [min(group, key=cost) for group in ([c for c in group if fits(c)] for group in refined) if group]
-    return choose_share(build, fitting, budget, fits) if open_side else fitting[0]
+    orders = [best.order, *([replace(best.order, coalesced=small)] if coalescable(known.build(best), small) else [])]
+    fitting = []
+    for share in ENDS if open_side else (best.host_share,):
+        group = list[Choice]()
+        for order in orders:  # farther ahead takes no less
+            ahead = (replace(best, order=replace(order, ahead=n), host_share=share) for n in range(1, FARTHEST + 1))
+            group += itertools.takewhile(known.fits, ahead)
+        fitting += [min(group, key=lambda c: (known.seconds(c), known.peaks(c)))] if group else []
+    return _with_share(known, fitting) if open_side else fitting[0]
 
 
-def choose_share(build: Callable[[Choice], Program], ends: Sequence[Choice], budget: Budget, fits: Callable[[Choice], bool] = lambda choice: True) -> Choice:
-    """The choice with as much of the update on the host as is predicted to be fastest of what is tried and fits, and why: see [Note: both sides].
+def choose_share(build: Callable[[Choice], Program], ends: Sequence[Choice], budget: Budget) -> Choice:
+    """The choice with as much of the update on the host as is predicted to be fastest of what is tried, and why: see [Note: both sides].
 
     Args:
         build: as for `choose`.
-        ends: choices that have all of it on the host, or nothing, and fit.
+        ends: choices that have all of it on the host, and nothing.
         budget: whose device predicts.
-        fits: whether a choice may be taken.
     """
-    found = _of(build, lambda program: queue_seconds(program, budget.device, budget.backend))
-    tried = {c: found(c)[0] for c in ends}
+    return _with_share(_Known(build, replace(budget, nbytes=None, host=None, disk=None)), ends)
+
+
+def _with_share(known: _Known, ends: Sequence[Choice]) -> Choice:
+    tried = {c: known.seconds(c) for c in ends}
     with_ = lambda share: replace(min(ends, key=lambda c: tried[c]), host_share=share)  # noqa: E731
-    if budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
-        for share, bound in _mixes(*(found(with_(share))[1] for share in ENDS)):
+    if known.budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
+        for share, bound in _mixes(*(known.queues(with_(share))[1] for share in ENDS)):
             if bound > (1 - GAIN) * min(tried.values()):
                 break
-            if fits(with_(share)):
-                tried[with_(share)] = found(with_(share))[0]
+            if known.fits(with_(share)):
+                tried[with_(share)] = known.seconds(with_(share))
     # of those that take as long the simpler
     best = min(tried, key=lambda c: (tried[c] > (1 + SAME) * min(tried.values()), c.host_share not in ENDS, -c.host_share, tried[c]))
     seconds = {share: min((t for c, t in tried.items() if c.host_share == share), default=None) for share in ENDS if share != best.host_share}
@@ -143,14 +187,17 @@ def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budge
     """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 % of it; None if none fits."""
     if len(choices) == 1:
         return choices[0]
-    device, backend = budget.device, budget.backend
-    times = {c: step_seconds(build(c), device, backend) for c in choices if not budget.over(peak_bytes(build(c), device, backend))}
-    return next((c for c, time in times.items() if time <= 1.01 * min(times.values())), None)
+    known = _Known(build, budget)
+    return _first_of_fastest({c: known.seconds(c) for c in choices if known.fits(c)})
+
+
+def _first_of_fastest(seconds: Mapping[Choice, float]) -> Choice | None:
+    return next((c for c, time in seconds.items() if time <= 1.01 * min(seconds.values())), None)
 
 
 def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
-    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`: how long each queue is busy with all of it
-    on that side."""
+    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`: what a step with all of it on that side
+    takes at least, for each queue (`queue_seconds`)."""
 
     def busiest(share: float, queues: set[str]) -> float:
         return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ from fzero.progress import Progress
 from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
 from fzero.schedule.order import Order
-from fzero.schedule.plan import Decision, Plan, plan
+from fzero.schedule.plan import Decision, Plan, peak_bytes, plan
 from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
@@ -55,6 +55,9 @@ from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 from fzero.variants import Variants, finished
+
+LINES_FOR_ADVICE = 4_000
+"""Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs and some seconds."""
 
 
 @dataclass(frozen=True)
@@ -146,22 +149,25 @@ def lower(
         mesh = AbstractMesh(device_type=kind, **axes)
     step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
-    budget, chosen = Budget(nbytes, rates, backend, host, disk), ()
-    if isinstance(step, Step):
-        step, chosen = resolve(step, mesh, params, batch_inputs(batch), budget)
-    lowered = lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget)
+    budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
+    with uncollected():
+        if isinstance(step, Step):
+            step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget)
+        lowered = lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget, traced)
     return replace(lowered, device=rates, backend=backend, chosen=chosen)
 
 
-def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None) -> Lowered:
-    """As `lower`, from leaf tables."""
+def lower_inputs(
+    step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None, traced: Traced | None = None
+) -> Lowered:
+    """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already."""
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
         program = check(verify(finished(program, Order())))
         return _fitting(Lowered(program, params, None, batch, structure, budget))
-    traced = _traced(step, mesh, params, batch)
+    traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
     lowered = functools.partial(
         Lowered, params=params, opt_state=traced.opt_state, batch=batch, structure=traced.structure, budget=budget, watched=traced.watched
@@ -176,9 +182,8 @@ def lower_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batc
         return _fitting(lowered(variants.verified(choice), choice=choice))
 
     def best(grads: Sequence[str]) -> Choice | None:
-        asked = (replace(start, grads=where) for start in starts for where in grads)
-        chosen = [choose(variants, start, budget, auto=auto, loops=traced.loops, open_side=variants.open_side) for start in asked]
-        return fastest(variants, [c for c in chosen if c is not None], budget)
+        asked = [replace(start, grads=where) for start in starts for where in grads]
+        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -203,7 +208,7 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Pro
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
     """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""
 
     base: Program
@@ -214,7 +219,7 @@ class _Traced:
     watched: Watched | None
 
 
-def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None) -> _Traced:
+def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None) -> Traced:
     zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
@@ -246,7 +251,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return _Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut), opt_state, structure, loops, watched)
+    return Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut), opt_state, structure, loops, watched)
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
@@ -261,7 +266,15 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
 
 
-def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> tuple[Step, tuple[Decision, ...]]:
+class Resolved(NamedTuple):
+    """A step that leaves open no more what rests where, why it is so, and, if it was decided here, what it was traced to."""
+
+    step: Step
+    chosen: tuple[Decision, ...] = ()
+    traced: Traced | None = None
+
+
+def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> Resolved:
     """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
 
     Args:
@@ -272,18 +285,19 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     """
     auto = auto_of(step)
     if auto is None:
-        return step, ()
+        return Resolved(step)
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced = _traced(left, mesh, inputs, batch, precision_of(step))  # with whatever may rest elsewhere
+    traced = _traced(left, mesh, inputs, batch, precision_of(left))  # with whatever may rest elsewhere
     mirrored = mirrors(traced.opt_state.leaves, inputs)
     with_copies: dict[tuple[str, ...], Program] = {}
+    built: dict[tuple[Offload, ...], Traced] = {}
 
     def with_(records: Sequence[Offload]) -> Step:
         return replace(left, transforms=tuple(sorted((*left.transforms, *records), key=lambda t: (t.order, str(t)))))
 
-    def build(records: Sequence[Offload]) -> Variants:
+    def build(records: tuple[Offload, ...]) -> Variants:
         asked = with_(records)
         rests = params_inputs(asked, mesh, params)
         tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
@@ -293,9 +307,11 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
         if tuple(copies) not in with_copies:
             with_copies[tuple(copies)] = verify(compute.rewrite(traced.base, copies))
-        program = with_copies[tuple(copies)]
-        leaves = {name: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)) for name, leaf in program.leaves.items()}
-        return traced.variants.like(replace(program, leaves=leaves, transforms=asked.transforms))
+        program, rest = with_copies[tuple(copies)], lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))
+        variants = traced.variants.like(replace(program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms))
+        opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
+        built[records] = replace(traced, variants=variants, opt_state=opt_state)
+        return variants
 
     progress = Progress("fzero.offload('auto')") if not isinstance(mesh, Mesh) or mesh.rank == 0 else None
     try:
@@ -303,7 +319,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     finally:
         if progress is not None:
             progress.close()
-    return with_(records), (decision,)
+    return Resolved(with_(records), (decision,), built[records])
 
 
 def _fitting(lowered: Lowered) -> Lowered:
@@ -323,18 +339,24 @@ def _rows(step: Step | None, batch: Inputs) -> int:
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together."""
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together. Of a large
+    model few are tried: those that are about what takes the most."""
+    num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
 
     def peak(more: Step) -> int | None:
+        nonlocal num_lines
         try:
             found = lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch)
         except FzeroError:  # contradicts what is there, or cannot be had with this batch
             return None
-        return found.plan_on(budget.device, budget.backend).peak_bytes
+        num_lines += len(found.program.lines)
+        return peak_bytes(found.program, budget.device, budget.backend)[0]
 
     peaks: dict[Any, int] = {}
     for transform in _candidates(step, mesh, least):
+        if num_lines > LINES_FOR_ADVICE:
+            break
         more = _with(step, transform)
         if more is None or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
             continue
@@ -374,21 +396,25 @@ def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool,
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
-def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> Iterator[Any]:
-    """Transforms that may lower the peak of a plan, by what fills it."""
+def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
+    """Transforms that may lower the peak of a plan, those first that are about what takes the most of it."""
+    found = list[tuple[float, Any]]()
+
+    def about(roles: Sequence[str], *transforms: Any) -> None:
+        found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
+
+    state = ("opt_state", "params")
     axis = next((a for a, n in mesh.axes.items() if n > 1), None)
     if axis:
-        yield from (make(axis=axis) for make in (shard.shard_opt_state, shard.shard_grads, shard.shard_params))
+        about((*state, "gradients"), *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)))
+    about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
-    if share_of(least, WITH_BATCH) > FEW:
-        yield from (remat.remat("full"), *(accumulate.accumulate(n) for n in (2, 8) if micro is None))
-    if share_of(least, ("gradients",)) > FEW and micro and not micro.vertical:
-        yield replace(micro, vertical=True)
-    yield mixed_precision("bf16")
-    if share_of(least, ("opt_state", "params")) > FEW:
-        yield from (offload(tier, of, **path) for tier, path in _tiers(mesh) for of in ("opt_state", ("opt_state", "params")))
-    if share_of(least, ("saved",)) > FEW and not mesh.unified_memory:
-        yield offload("cpu", "activations")
+    about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
+    if micro and not micro.vertical:
+        about(("gradients",), replace(micro, vertical=True))
+    if not mesh.unified_memory:
+        about(("saved",), offload("cpu", "activations"))
+    return [transform for _, transform in sorted(found, key=lambda pair: -pair[0])] + [mixed_precision("bf16")]
 
 
 def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:

@@ -28,6 +28,7 @@ from fzero import compat, launcher
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.rendezvous import meet
+from fzero.turns import Turns, leave_all
 
 AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
@@ -100,6 +101,7 @@ class Mesh(AbstractMesh):
     gather_groups: Mapping[str, Any] = field(default_factory=dict)  # on CUDA by axis: gathers do not queue behind reductions
     joined: Any = None  # the default process group it was made in
     _store: Any = None
+    _turns: Any = None
     turn: threading.Lock = field(default_factory=threading.Lock)  # held by what has the mesh to itself
 
     def __init__(
@@ -129,6 +131,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "copies", None)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
+        object.__setattr__(self, "_turns", None)
         object.__setattr__(self, "turn", threading.Lock())
 
     @property
@@ -158,6 +161,15 @@ class Mesh(AbstractMesh):
         """Where the ranks leave each other notes: messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
+
+    @property
+    def turns(self) -> Turns:
+        """What the ranks do together, one after the other."""
+        found = self._turns
+        if found is None:
+            found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
+            object.__setattr__(self, "_turns", found)
+        return found
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
@@ -392,6 +404,7 @@ def return_freed_memory() -> None:
 
 def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line."""
+    leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -382,13 +382,15 @@ def check_batch(batch: Any) -> None:
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
-    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own."""
-    if all(type(x) is torch.Tensor and not x.__dict__ for x in flat):
+    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own,
+    the graph that they come from, which a gradient would go on into."""
+    if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad for x in flat):
         return
     found = []
     for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
         if isinstance(x, torch.Tensor):
             found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
+            found += [f"{path} requires a gradient"] if x.requires_grad and torch.is_grad_enabled() else []
             found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
     if found:
         fix = "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves of their own"

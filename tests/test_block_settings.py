@@ -446,6 +446,12 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class DoubledBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.ops.aten.tanh.default, torch.ops.aten.mm.default) else result
+
+
 def doubling_hooks() -> Any:
     return saved_tensors_hooks(lambda x: x * 2, lambda x: x)
 
@@ -490,6 +496,19 @@ def test_modes_that_change_nothing_are_no_error() -> None:
     with Watching():
         _, metrics = train(state, BATCH)
     assert metrics["loss"] == tanh(PARAMS, tanh(PARAMS, BATCH)).mean()
+
+
+def test_a_dispatch_mode_around_a_step_sees_what_it_sees_in_pytorch_or_is_refused() -> None:
+    step = fz.train_step(lambda p, x: tanh(p, tanh(p, x)).square().mean(), optim.sgd(0.1))
+    for transform in (lambda step: step, fz.remat("full")):
+        train = fz.compile(transform(step), fz.make_mesh(data=1), backend="eager")
+        with DoubledBelow():
+            (expected, metrics), (state, got) = step(step.init(PARAMS), BATCH), train(train.init(PARAMS), BATCH)
+        assert got["loss"] == metrics["loss"] and torch.equal(state.params["w"], expected.params["w"])
+    train = fz.compile(step, fz.make_mesh(data=1), backend="inductor")
+    state = train.init(PARAMS)
+    with DoubledBelow(), pytest.raises(fz.errors.FzeroValueError, match=r"(?s)is called under what.*DoubledBelow\nFix: enter it.*backend='eager'"):
+        train(state, BATCH)
 
 
 def test_autocast_around_some_steps() -> None:
@@ -579,6 +598,49 @@ def test_what_a_block_changes_itself() -> None:
         functions(loss(counting), [PARAMS] * 2)
     with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
         fz.lower(fz.eval_step(loss(counting)), MESH, [PARAMS] * 2, (BATCH,))
+
+
+def test_what_a_block_changes_and_the_loss_reads_is_refused_by_name() -> None:
+    """A block runs while it is traced, once or twice and not at each call: what it counts is not what it would be. What it keeps for later is."""
+    seen: list[int] = []
+    count, kept = {"calls": 0}, {}
+
+    @fz.block
+    def grows(p: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return torch.tanh(x @ p["w"])
+
+    @fz.block
+    def raises(p: Any, x: torch.Tensor) -> torch.Tensor:
+        count["calls"] += 1
+        return torch.tanh(x @ p["w"])
+
+    @fz.block
+    def keeps(p: Any, x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault("rows", x.shape[0])
+        return torch.tanh(x @ p["w"])
+
+    def reads_list(p: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.clear()
+        return grows(p, grows(p, x)).mean() * len(seen)
+
+    def reads_number(p: Any, x: torch.Tensor) -> torch.Tensor:
+        count["calls"] = 0
+        return raises(p, raises(p, x)).mean() * count["calls"]
+
+    def reads_kept(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return keeps(p, keeps(p, x)).mean() * kept["rows"]
+
+    for loss, text in ((reads_list, r"seen: a list of \d before"), (reads_number, r"count\['calls'\]: \d before")):
+        with pytest.raises(
+            fz.errors.TraceError, match=rf"(?s)block \w+: changes what is read outside of it.*test_block_settings.py:\d+.*{text}.*Fix: return it"
+        ):
+            functions(loss, PARAMS)
+    plain, compiled = numbers(fz.train_step(reads_kept, optim.sgd(0.1)))
+    assert compiled == plain
+    log = lambda p, x: grows(p, grows(p, x)).mean()  # noqa: E731  # which nobody reads
+    plain, compiled = numbers(fz.train_step(log, optim.sgd(0.1)))
+    assert compiled == plain
 
 
 SHARED: dict[str, Any] = {"rate": 0.5, "step": 0}

@@ -58,6 +58,16 @@ def hooked_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
     return y * (1.0 if y.is_leaf else y.storage_offset() + y.as_strided((2, 4), (4, 1)))
 
 
+@fz.block
+def jacobians(p: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(row @ p["w"])))(x).sum(1)
+    return rows * torch.func.grad(lambda z: torch.tanh(z @ p["w"]).sum())(x)
+
+
+def functional_derivatives_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return jacobians(p, jacobians(p, x * p["v"])).square().mean()
+
+
 def one_tensor_and_two(p: Any, x: torch.Tensor) -> torch.Tensor:
     h = x * p["v"]
     return (attention(p, h, h) + attention(p, h, h.clone())).square().sum()
@@ -108,6 +118,7 @@ def hooks_of_what_is_made_inside(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 SAME = [
+    functional_derivatives_inside,
     one_tensor_and_two,
     a_parameter_as_argument,
     one_result_is_an_argument,
@@ -175,6 +186,15 @@ def test_asking_where_an_argument_comes_from_or_lies_is_refused_by_name(what: st
         train(train.init(PARAMS), BATCH)
 
 
+def test_taking_the_gradient_from_an_argument_is_refused() -> None:
+    stops = fz.block(lambda p, x: x.detach_() @ p["w"])
+    losses: list[Loss] = [lambda p, x: stops(p, x * p["v"]).sum(), lambda p, x: (x @ p["w"].requires_grad_(False) * p["v"]).sum()]
+    for loss in losses:
+        train = compiled(loss)
+        with pytest.raises(TraceError, match=r"(?s)takes that from what it is given.*Fix: x.detach\(\) stops a gradient"):
+            train(train.init(PARAMS), BATCH)
+
+
 def test_asking_where_a_batch_or_a_result_lies_is_refused_by_name() -> None:
     part = fz.block(lambda p, x: (x * p["v"])[1:])
     losses: list[Loss] = [lambda p, x: (x * p["v"]).sum() * x.storage_offset(), lambda p, x: part(p, x).as_strided((4,), (1,), 0).sum()]
@@ -213,10 +233,12 @@ def test_attributes_of_tensors_that_cross_a_border_are_refused_by_name() -> None
     train = compiled(lambda p, x: (x * p["v"]).sum() * getattr(x, "scale", 1.0))
     batch = BATCH.clone()
     batch.scale = 3.0  # type: ignore[attr-defined]
-    state = train.init(PARAMS)
-    for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling")):
+    state, leaf = train.init(PARAMS), torch.ones(4, requires_grad=True)
+    for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling"), (BATCH * leaf, "batch requires a gradient")):
         for call in (train, lambda state, x: train.step(train.step.init(PARAMS), x)):
             with pytest.raises(FzeroTypeError, match=rf"leaves of a batch are values(?s:.*)\n  {text}\nFix: x.detach"):
                 call(state, wrong)
     assert train(state, {**state.params}["w"][:2].detach())  # what this library notes on a state's tensors
     assert train(state, state.params["w"])
+    with torch.no_grad():
+        assert train(state, leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -67,9 +68,18 @@ def test_advice_was_tried() -> None:
     assert line(lines, "with fz.accumulate(num_micro_batches=4, vertical=True): ") or "vertical=True" in str(lines)
 
 
+def test_few_programs_are_lowered_for_advice_on_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first ones are about what takes the most."""
+    monkeypatch.setattr(sys.modules["fzero.lower"], "LINES_FOR_ADVICE", 0)
+    advice = [x.strip() for x in refused(PLAIN, rows=4096, budget=4 * WEIGHTS) if x.strip().startswith("with ")]
+    assert len(advice) == 1 and advice[0].startswith(("with fz.remat", "with fz.accumulate"))
+    advice = [x.strip() for x in refused(CLIPPED, budget=3 * WEIGHTS) if x.strip().startswith("with ")]
+    assert len(advice) == 1 and advice[0].startswith("with fz.offload('cpu', ('opt_state', 'params'))")
+
+
 def test_auto_says_what_fills_the_device() -> None:
     lines = refused(fz.offload("auto")(CLIPPED), budget="40KiB")
-    assert " of 40.0 KiB, host " in line(lines, "opt_state on the host, params on the host: device ")
+    assert " of 40.0 KiB, host " in line(lines, "opt_state and params on the host: device ")
     assert line(lines, "there: ") and "clip_by_global_norm" in line(lines, "gradients: ")
     assert lines[-1] == 'Fix: give it a disk, fz.offload("auto", path=DIR), or raise a budget'
 

@@ -194,3 +194,21 @@ def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folde
     with pytest.raises(FzeroValueError, match="no such directory"):
         calibrate(seconds=0.1, directory=folder / "missing")
     assert not calibration_path().exists()
+
+
+def test_attention_is_measured_as_cuda_has_it(monkeypatch):
+    """Its forward returns, and its backward takes, the state of a dropout: unsigned numbers on the device, which a trace may not meet unannounced."""
+    cpu, shapes = measure._FUSED["cpu"], set()
+
+    def forward(q, k, v, p, causal):
+        return *cpu.forward(q, k, v, p, causal), None, None, 256, 256, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+
+    def backward(dout, q, k, v, out, logsumexp, offsets_q, offsets_k, most_q, most_k, p, causal, seed, offset):
+        assert (offsets_q, offsets_k, most_q, most_k, seed.dtype) == (None, None, 256, 256, torch.uint64)
+        shapes.add((tuple(seed.shape), tuple(offset.shape)))
+        return cpu.backward(dout + 0 * seed.float().sum(), q, k, v, out, logsumexp, p, causal)
+
+    monkeypatch.setitem(measure._FUSED, "cpu", measure._Fused(forward, backward, (torch.float32,)))
+    rates = measure.attention_rates(torch.float32, torch.device("cpu"), 1e-3)
+    assert all(rate > 0 for rate in rates) and shapes == {((2,), ())}
+    assert torch.float32 not in measure._FUSED["cuda"].dtypes

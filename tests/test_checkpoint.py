@@ -466,6 +466,7 @@ def test_an_index_cannot_reach_outside_its_directory_or_contradict_itself(tmp_pa
 
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     raises(lambda: checkpoint.describe(tmp_path / "nowhere"), "nowhere is not there")
+    raises(lambda: checkpoint.find(5), "5 is not a path")  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     raises(lambda: checkpoint.describe(tmp_path / "file"), "file is not a directory")
     (tmp_path / "root" / ".tmp-step-00000001").mkdir(parents=True)

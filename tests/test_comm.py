@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import time
@@ -14,6 +15,7 @@ import torch
 from pool import RaisedOnRank, ending
 
 import fzero as fz
+from fzero.comm import shared
 from fzero.comm.collectives import ProcessGroups, merged
 from fzero.comm.shared import SharedMemory, ranks_along
 from fzero.comm.transport import transport
@@ -171,6 +173,62 @@ def test_ranks_that_cannot_reach_each_other_go_through_gloo(run_ranks: Any, brok
     found = run_ranks(2, cannot_reach, broken)
     assert {name for name, _ in found} == {"SharedMemory" if broken == 2 else "ProcessGroups"}
     assert found[0][1] == pytest.approx(((6.0**2 + 9.0**2) + (12.0**2 + 18.0**2)) / 4)
+
+
+def of_another_user(broken: int) -> tuple[list[str], int]:
+    """What the log of a rank says where one of them takes the others for another user's, and how many more files are open after the second time."""
+    said, same_user = list[str](), shared._same_user
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fzero").addHandler(handler)
+    if int(os.environ["RANK"]) == broken:
+        shared._same_user = lambda connection: False
+    try:
+        mesh = fz.make_mesh(data=-1)
+        assert shared.connect(mesh) is None
+        before = len(os.listdir("/proc/self/fd"))
+        assert shared.connect(mesh) is None
+        return said, len(os.listdir("/proc/self/fd")) - before
+    finally:
+        shared._same_user = same_user
+        logging.getLogger("fzero").removeHandler(handler)
+
+
+@pytest.mark.parametrize(("broken", "why"), [(0, ""), (1, "rank 1: rank 0 cannot be reached: the socket of rank 0 belongs to another user")])
+def test_why_ranks_do_not_share_memory_is_logged_at_once(run_ranks: Any, broken: int, why: str) -> None:
+    """Within the test's minute, not the mesh's ten; and nothing stays open."""
+    for rank, (said, opened) in enumerate(run_ranks(3, of_another_user, broken, timeout=60)):
+        assert opened <= 0 and len(said) == (2 if rank == 0 else 0), said
+        assert all("go through gloo: rank " in text and why in text for text in said), said
+
+
+def cannot_share(broken: int) -> str:
+    """What a rank says when one of them cannot make the memory of a program, and when another's memory is shorter than it should be."""
+    memfd_create = os.memfd_create
+
+    def fails(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    mesh = fz.make_mesh(data=-1)
+    carrier = transport(mesh)
+    carrier.begin(carrier.pool(4096))
+    carrier._pool.fds[1 - mesh.rank] = fd = os.memfd_create("empty")
+    with pytest.raises(DivergenceError, match="memory ends before what"):
+        carrier._read(1 - mesh.rank, 0, 8, memoryview(bytearray(8)), 0)
+    os.close(fd)
+    os.memfd_create = fails if mesh.rank == broken else memfd_create  # type: ignore[assignment]
+    try:
+        with pytest.raises(DivergenceError) as caught:
+            carrier.pool(4096)
+        return str(caught.value)
+    finally:
+        os.memfd_create = memfd_create
+
+
+def test_a_rank_that_cannot_make_its_pool_is_told_at_once(run_ranks: Any) -> None:
+    other, broken = run_ranks(2, cannot_share, 1, timeout=60)
+    assert "rank 1: [Errno 24] Too many open files" in broken and "rank 0: rank 1 has left" in other
+    assert all("4.0 KiB" in text and "\nFix: " in text for text in (other, broken))
 
 
 def test_flats_behind_each_other_are_one() -> None:

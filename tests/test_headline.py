@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import pytest
 
 import fzero as fz
-from fzero import errors
 from fzero.bounds import Rests, Sizes
 from fzero.progress import Progress
 from fzero.schedule.devices import KNOWN, Link
-from fzero.transforms import tiers
 from fzero.units import size
 
 GPU = fz.AbstractMesh(data=1, device_type="cuda")
@@ -42,46 +39,51 @@ def planned(llama: Any, budgets: dict[str, str], **how: Any) -> fz.Plan:
     return fz.lower(step, GPU, params, batch, device=DEVICE, **budgets).plan
 
 
-def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any) -> None:
     found = planned(llama, SMALL, **SHALLOW)
     assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 6e9 and found.disk_bytes <= 20e9
     grads = 4 * sum(x.numel() for x in fz.tree.leaves(llama.headline(layers=2)[1]))
-    assert found.host_breakdown["gradients"] > 0.9 * grads > 2 * found.breakdown["gradients"], "all but the last blocks'"
+    assert found.host_breakdown["gradients"] > 0.8 * grads and found.breakdown["gradients"] < 0.6 * grads
     assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
     assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
-    monkeypatch.setattr(tiers, "waiting_on_host", lambda *args: frozenset())
-    with pytest.raises(errors.BudgetError, match="nothing that 'auto' can move"):
-        planned(llama, SMALL, **SHALLOW)
 
 
-def test_seven_billion_parameters(llama: Any, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--exhaustive", default=False):
-        pytest.skip("half a minute: pytest --exhaustive")
-    begin = time.process_time()
-    for vertical in (True, False):
-        found = planned(llama, {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"}, vertical=vertical)
-        assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 58e9
-        assert found.host_breakdown["gradients"] > 12e9
-        print(f"{found.step_seconds:.1f} s a step, planned in {time.process_time() - begin:.0f} CPU s")
+def test_seven_billion_parameters(llama: Any) -> None:
+    """All micro-batches pass through a block before the next: what their gradients come to leaves for the host, and the disk is hidden behind the backward."""
+    found = planned(llama, {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"})
+    assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 58e9
+    assert found.host_breakdown["gradients"] > 12e9
+    assert found.exposed_seconds < found.channels["disk"].busy_seconds / 2
 
 
 def test_bounds_are_what_bytes_and_rates_say() -> None:
     """Of 10 bytes of state, 4 of parameters with copies of 2, on devices that move 1 byte a second each way."""
-    sizes = Sizes(resting=1, state=10, params=4, copies=2, grads=4, activations=3, turns=1, compute_seconds=5.0)
+    sizes = Sizes(resting=1, state=10, params=4, copies=2, grads=4, activations=3, inside=0, turns=1, waits=True, forward_seconds=2.0, backward_seconds=3.0)
     device = replace(DEVICE, host_copy=Link(0, 1.0), host_memory_bandwidth=1.0, disk_read=Link(0, 1.0), disk_write=Link(0, 0.5))
     here = sizes.least(Rests(), True, "update", device)
-    assert here[:3] == (19, 0, 0) and here.seconds == 5.0
+    assert here[:3] == (19, 0, 0) and here.seconds == 5.0 and replace(sizes, inside=2).least(Rests(), True, "update", device).device == 20
     on_host = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device)
     assert on_host[:3] == (1 + 2 + 3, 14 + 4, 0), "copies stay, gradients leave"
-    assert on_host.queues == (5.0, 0.0, 2.0, 4.0, 2 * 14 + 4 + 2)
+    forward, backward, after = on_host.phases
+    assert (forward, backward) == ((2.0, 0.0, 0.0, 0.0, 0.0), (3.0, 0.0, 0.0, 4.0, 0.0)) and after == (0.0, 0.0, 2.0, 0.0, 2 * 14 + 4 + 2)
+    assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
+    at_once = replace(sizes, waits=False).least(Rests(state=(1.0, 0.0)), True, "update", device)
+    assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
+    guessed = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device, ("disk", "host"))
+    assert guessed.host == on_host.host + 14 and guessed.seconds == 2.0 + 34.0 + 2 * 14, "copies of what is overwritten"
     streamed = sizes.least(Rests(state=(1.0, 0.0)), False, "update", device)
-    assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.queues == (5.0, 0.0, 14.0, 14.0, 0.0)
+    assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.phases[2] == (0.0, 0.0, 14.0, 14.0, 0.0)
     left = sizes.least(Rests(state=(1.0, 0.0)), False, "host", device)
-    assert left[:3] == (1 + 2 + 3, 18, 0) and left.queues[2:4] == (18.0, 18.0)
-    on_disk = sizes.least(Rests(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0), True, "update", device)
-    assert on_disk[:3] == (1, 4, 16) and on_disk.queues[1] == 14 + 2 * 2 + 16 / 0.5
+    assert left[:3] == (1 + 2 + 3, 18, 0) and left.phases[1][3] + left.phases[2][2] == 4 + 18
+    rests = Rests(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0)
+    on_disk = sizes.least(rests, True, "update", device)
+    assert on_disk[:3] == (1, 4, 16) and [queues[1] for queues in on_disk.phases] == [2, 2, 14 + 16 / 0.5]
+    guessed = sizes.least(rests, True, "update", device, ("disk",))
+    assert guessed[:3] == (1, 4, 2 * 16) and guessed.seconds == 3 + 2 + 14 + 16 / 0.5, "activations leave meanwhile"
+    apart = sizes.least(Rests(state=(0.0, 1.0), params=(1.0, 0.0)), True, "update", device, ("disk",))
+    assert apart.disk == 10 and apart.phases[2][1], "not on a guess: what it would overwrite in host memory has no copy"
     looped = replace(sizes, turns=3).least(Rests(state=(1.0, 0.0)), True, "device", device)
-    assert looped.device == on_host.device + 1 and looped.host == 14
+    assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 
 
 def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,13 @@ import torch
 from pool import Pool
 from torch_db import Found, Run, databases, faults, in_process, module_cases, on_ranks, table
 
-REFUSED = {
-    "nn.GaussianNLLLoss",  # Python's `if` on a tensor
-    "nn.CTCLoss",  # its lengths as numbers, where it takes their mean: PyTorch looks into a tensor
-}
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "modules.md"
 
 
 def test_the_first_sample_of_each_module():
     found = {name: in_process(module_cases, name, 1) for name in databases().modules}
     assert not [fault for item in found.items() for fault in faults(*item)]
-    assert {name for name, ways in found.items() if any(o.kind == "refused" for os in ways.values() for o in os)} <= REFUSED
+    assert not {name for name, ways in found.items() if any(o.kind == "refused" for os in ways.values() for o in os)}
     assert sum(bool(ways["plain"]) for ways in found.values()) >= 106
 
 
@@ -33,16 +29,13 @@ def test_the_first_sample_of_some_modules_on_ranks(run_ranks):
     names = sorted(databases().modules)[::6]
     found = dict(zip(names, run_ranks(2, on_ranks, names, 1, timeout=240)[0], strict=True))
     assert not [fault for name, os in found.items() for fault in faults(name, {"2 ranks": os})]
-    assert {name for name, os in found.items() if any(o.kind == "refused" for o in os)} <= REFUSED
+    assert not {name for name, os in found.items() if any(o.kind == "refused" for o in os)}
 
 
-def test_ctc_loss_of_lengths_that_are_tensors():
-    """Its operator returns a table whose width is the value of a tensor."""
+def test_ctc_loss_of_lengths_that_are_tensors_and_that_are_numbers():
+    """Its operator returns a table whose width is the value of a tensor; of numbers PyTorch makes a tensor where no trace sees it."""
     found = in_process(module_cases, "nn.CTCLoss", 12)
-    assert not faults("nn.CTCLoss", found)
-    for outcomes in found.values():
-        assert sum(o.kind == "equal" for o in outcomes) == 8
-        assert all("lengths of torch.nn.functional.ctc_loss as tensors" in o.text for o in outcomes if o.kind == "refused")
+    assert all(len(outcomes) == 12 and all(o.kind == "equal" for o in outcomes) for outcomes in found.values())
 
 
 @pytest.mark.exhaustive
@@ -52,7 +45,7 @@ def test_every_sample(part, run_ranks):
     names = sorted(databases().modules)[part::6]
     found = outcomes(names, None, run_ranks)
     assert not [fault for item in found.items() for fault in faults(*item)]
-    assert {name for name, ways in found.items() if ways["plain"] and all(o.kind == "refused" for os in ways.values() for o in os)} <= REFUSED
+    assert not {name for name, ways in found.items() if ways["plain"] and all(o.kind == "refused" for os in ways.values() for o in os)}
 
 
 def outcomes(names: list[str], first: int | None, run: Run) -> dict[str, Found]:

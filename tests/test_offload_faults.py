@@ -173,7 +173,7 @@ def killed(path: str, shared: bool) -> None:
 
         os.pwritev = last
     started = time.monotonic()
-    with pytest.raises(DivergenceError, match="a transfer failed: another rank has left") as caught:
+    with pytest.raises(DivergenceError, match="another rank has left") as caught:
         while True:
             state, _ = train(state, batch)
     assert time.monotonic() - started < 25 and str(caught.value).splitlines()[-1].startswith("Fix: ")

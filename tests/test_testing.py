@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero import optim
+from fzero import optim, tree
 from fzero.cli import main
 from fzero.comm import shared
 from fzero.comm.host import Apart
@@ -509,3 +511,23 @@ def test_the_command_on_one(target, monkeypatch):
         assert (code, out) == (2, "") and says in err, err
     code, _, err = command(f"{target}:evaluation")
     assert code == 2 and "training step" in err
+
+
+def test_a_loss_or_an_optimizer_that_does_something_else_each_time_is_told() -> None:
+    """Draws, iterators and generators are in no settings: the plain step would move as much as its tolerance."""
+    numbers = iter(range(1, 1000))
+    wheel = itertools.cycle([0.1, 0.2])
+    plain = optim.sgd(0.1)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        rate = next(wheel)
+        return plain.update(tree.map(lambda g: g * rate, grads), state, params)
+
+    steps = [
+        fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * random.random(), plain),
+        fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * next(numbers), plain),
+        fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), plain._replace(update=update)),
+    ]
+    for step in steps:
+        with pytest.raises(fz.errors.TraceError, match=r"(?s)lambda> computes something else each time it is called\n.*the first time: .*the second: .*Fix: "):
+            fz.testing.check_equivalent(step, {"w": torch.ones(4)}, torch.ones(2, 4), fz.make_mesh(data=1), steps=1)

@@ -84,16 +84,17 @@ def find(path: str | os.PathLike[str]) -> Path | None:
         >>> find(tempfile.mkdtemp()) is None
         True
     """
-    root, ranks = Path(path), world()
+    ranks = world()
 
     def look() -> Path | None:
+        root = as_path(path)
         if ranks.rank or not root.exists():
             return None
         names = [entry.name.removesuffix(SET_ASIDE) for entry in root.iterdir()] if root.is_dir() else []
         begun = not root.is_dir() or any(name in (LATEST, INDEX) or _STEP.fullmatch(name) for name in names)
         return locate(root) if begun else None
 
-    return together(ranks, "checkpoint", f"cannot tell what is saved in {root}", look)[0]
+    return together(ranks, "checkpoint", f"cannot tell what is saved in {path}", look)[0]
 
 
 def complete_steps(root: Path) -> dict[int, Path]:

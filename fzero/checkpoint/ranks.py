@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from fzero.errors import CheckpointError, left, message
+from fzero.turns import latest
 
 T = TypeVar("T")
 
@@ -65,6 +66,10 @@ def together(ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Ca
 
 def _exchange(mine: Any) -> list[Any]:
     out: list[Any] = [None] * dist.get_world_size()
+    turns = latest()
+    if turns is not None:
+        turns.begin("checkpoint", "saves or restores a checkpoint")
+        turns.meet("checkpoint")
     try:
         dist.all_gather_object(out, mine)
     except RuntimeError as error:  # what the process group says of a connection that is gone

@@ -7,6 +7,7 @@ and would run them behind the reductions.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,15 +35,21 @@ class ProcessGroups:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
+        self._names: list[str] = []  # of the programs, in the order of their pools
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
-        """Memory for a program's transfers, on the CPU at a page."""
-        if self._mesh.device.type == "cpu":
-            return host_pool(nbytes, self._mesh)
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+        """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the same order."""
+        on_cpu = self._mesh.device.type == "cpu"
+        found = host_pool(nbytes, self._mesh) if on_cpu else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+        found._fzero_number = len(self._names)  # type: ignore[attr-defined]
+        self._names.append(name)
+        return found
 
     def begin(self, pool: torch.Tensor) -> None:
         """Called before a program runs."""
+        if self._mesh.size > 1:
+            number = pool._fzero_number  # type: ignore[attr-defined]
+            self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
 
     def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
         group = self._mesh.group(axis, gathers=True)
@@ -71,11 +78,23 @@ class ProcessGroups:
         """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or not."""
         for work in moving.works:
             if work is not None:
-                work.wait()
+                self._finish(work)
         for flat, value in zip(moving.filled, into, strict=True):
             if flat.data_ptr() != value.data_ptr():  # sums that do not lie where the summands did
                 value.copy_(flat.view(value.shape))
         return into
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective: on the CPU, where that holds the host, with an eye on where the other ranks are."""
+        while self._mesh.device.type == "cpu":
+            try:
+                work.wait(datetime.timedelta(seconds=self._mesh.turns.pause))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it failed, or was done this very moment
+                    break
+            self._mesh.turns.look("step")
+        work.wait()
 
 
 def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import mmap
 import os
 import secrets
@@ -22,20 +23,24 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fzero import units
 from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh, absent
 
+logger = logging.getLogger("fzero")
+
 _CHUNK = 1 << 18  # bytes read at once when reducing: half of a second-level cache
-_SMALL = 1 << 16  # bytes: below this everyone reads all of an all_reduce, above each sums a part and reads the others' sums
 _NUM_SECRET = 64  # characters
 _NUMBER = 8  # bytes of the number of a program
+_PAUSE = 0.5  # seconds between two looks whether the ranks will connect at all
+_ANOTHER = "another rank cannot"
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -86,17 +91,25 @@ class SharedMemory:
         return found.tensor
 
     def _shared(self, nbytes: int) -> _Pool:
-        fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
-        size = max(nbytes, mmap.PAGESIZE)
-        os.ftruncate(fd, size)
-        fds = {}
-        for peer in self._peers.values():
-            socket.send_fds(peer.connection, [b"p"], [fd])
-        for peer in self._peers.values():
-            fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
-        found = _Pool(mmap.mmap(fd, size), fds)
-        os.close(fd)
-        return found
+        size, fds, fd = max(nbytes, mmap.PAGESIZE), dict[int, int](), -1
+        try:
+            fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            for peer in self._peers.values():
+                _send_fd(peer.connection, fd, peer.rank)
+            for peer in self._peers.values():
+                fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
+            return _Pool(mmap.mmap(fd, size), fds)
+        except OSError as error:
+            _close([*fds.values()], [p.connection for p in self._peers.values()])  # the others would wait for what does not come
+            fix = (
+                "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; make_mesh(shared_memory=False) does without"
+            )
+            what = f"the ranks cannot give each other the memory of a program, {units.size(nbytes)}"
+            raise DivergenceError(message("compile", what, [f"rank {self._mesh.rank}: {error}"], fix)) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def begin(self, pool: torch.Tensor) -> None:
         """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it that all are to run this one.
@@ -107,14 +120,16 @@ class SharedMemory:
         Cost: a notice to each rank, and a system call to read which program it runs.
         """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
+        number = self._pool.number  # type: ignore[union-attr]
+        self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
         self._runs += 1
         at = self._runs % 2 * _NUMBER  # no rank is two runs ahead of another
-        self._board.bytes[at : at + _NUMBER] = self._pool.number.to_bytes(_NUMBER, "little")  # type: ignore[union-attr]
+        self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
         everyone = list(self._peers.values())
         self._tell(everyone)
         self._hear({p.rank: p.told for p in everyone})
         runs = {p.rank: int.from_bytes(os.pread(self._board.fds[p.rank], _NUMBER, at), "little") for p in everyone}
-        runs[self._mesh.rank] = self._pool.number  # type: ignore[union-attr]
+        runs[self._mesh.rank] = number
         if len({*runs.values()}) > 1:
             which = [f"rank {rank}: {self._names[number]}, program {number}" for rank, number in sorted(runs.items())]
             fix = "call the same compiled steps in the same order on every rank: an evaluation too"
@@ -193,7 +208,12 @@ class SharedMemory:
     def _read(self, rank: int, offset: int, nbytes: int, target: Any, at: int) -> None:
         fd, done = self._pool.fds[rank], 0  # type: ignore[union-attr]
         while done < nbytes:
-            done += os.preadv(fd, [target[at + done : at + nbytes]], offset + done)
+            num = os.preadv(fd, [target[at + done : at + nbytes]], offset + done)
+            if not num:
+                what = f"rank {rank}'s memory ends before what rank {self._mesh.rank} reads there"
+                fix = "run the same code on every rank; the state is lost, go on from the last checkpoint"
+                raise DivergenceError(message("step", "a transfer failed: another rank runs another program", [what], fix))
+            done += num
 
     def _offset(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr() - self._pool.tensor.data_ptr()  # type: ignore[union-attr]
@@ -225,9 +245,12 @@ class SharedMemory:
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
-        ready = dict(poll.poll(self._mesh.timeout * 1000))
+        deadline = time.monotonic() + self._mesh.timeout
+        while not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout)))) and time.monotonic() < deadline:
+            self._mesh.turns.look("step")
         if peer.theirs in ready:
             return
+        self._mesh.turns.look("step")
         what = f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", [f"rank {self._mesh.rank}: {what}"], fix))
@@ -252,11 +275,15 @@ def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
 
 
 def connect(mesh: Mesh) -> SharedMemory | None:
-    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so."""
+    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so; rank 0's log says which, and why."""
     store, me = mesh.store, mesh.rank
     prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
     peers: dict[int, _Peer] = {}
     failure = ""
+
+    def hopeless() -> bool:
+        return store.check([f"{prefix}/failed"])
+
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
@@ -264,38 +291,59 @@ def connect(mesh: Mesh) -> SharedMemory | None:
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
             if me == 0:
                 store.set(f"{prefix}/secret", secrets.token_hex(_NUM_SECRET // 2))
-            secret = _told(store, f"{prefix}/secret", 0, mesh)
+            secret = _told(store, f"{prefix}/secret", 0, mesh.timeout, hopeless)
             for rank in range(me):
-                connection = socket.socket(socket.AF_UNIX)
-                connection.settimeout(mesh.timeout)
-                connection.connect(bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh).decode()))
-                if not _same_user(connection):
-                    connection.close()
-                    raise OSError(f"the socket of rank {rank} belongs to another user")
-                connection.sendall(secret + me.to_bytes(4, "little"))
-                peers[rank] = _meet(connection, rank, mesh.timeout)
-            for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout):
+                address = bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode())
+                peers[rank] = _meet(_called(address, secret, me, rank, mesh.timeout), rank, mesh.timeout)
+            for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout, hopeless):
                 peers[rank] = _meet(connection, rank, mesh.timeout)
     except OSError as error:
         failure = str(error) or type(error).__name__
+        store.set(f"{prefix}/failed", "")
     store.set(f"{prefix}/ready/{me}", failure)
     missing = absent(store, [f"{prefix}/ready/{r}" for r in range(mesh.size)], mesh.timeout)
-    if missing or any(store.get(f"{prefix}/ready/{r}") for r in range(mesh.size)):
-        return None
-    return SharedMemory(mesh, peers)
+    said = {r: f"did not come in {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode() for r in range(mesh.size)}
+    if not any(said.values()):
+        return SharedMemory(mesh, peers)
+    _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
+    if me == 0:
+        why = "; ".join(f"rank {r}: {text}" for r, text in said.items() if text not in ("", _ANOTHER))
+        logger.warning("fzero.mesh: the ranks of this host do not share memory, and go through gloo: %s", why)
+    return None
 
 
-def _told(store: Any, key: str, rank: int, mesh: Mesh) -> bytes:
-    if absent(store, [key], mesh.timeout):
-        raise OSError(f"rank {rank} did not come in {mesh.timeout:g} s")
+def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[], bool]) -> bytes:
+    deadline = time.monotonic() + timeout
+    while absent(store, [key], max(1e-3, min(_PAUSE, deadline - time.monotonic()))):
+        if hopeless():
+            raise OSError(_ANOTHER)
+        if time.monotonic() > deadline:
+            raise OSError(f"rank {rank} did not come in {timeout:g} s")
     return store.get(key)
 
 
-def _callers(server: socket.socket, secret: bytes, ranks: Iterable[int], timeout: float) -> Iterator[tuple[int, socket.socket]]:
+def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -> socket.socket:
+    """A connection to the rank at an address."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        if not _same_user(connection):
+            raise OSError(f"the socket of rank {rank} belongs to another user")
+        connection.sendall(secret + me.to_bytes(4, "little"))
+    except OSError as error:
+        connection.close()
+        raise OSError(f"rank {rank} cannot be reached: {error}") from error
+    return connection
+
+
+def _callers(
+    server: socket.socket, secret: bytes, ranks: Iterable[int], timeout: float, hopeless: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, socket.socket]]:
     """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up on; nobody is waited for alone.
 
     Raises:
-        OSError: a rank did not come in time.
+        OSError: a rank did not come in time, or `hopeless` says that one will not.
     """
     expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
     with selectors.DefaultSelector() as ready:
@@ -303,9 +351,11 @@ def _callers(server: socket.socket, secret: bytes, ranks: Iterable[int], timeout
         try:
             while expected:
                 left = deadline - time.monotonic()
-                events = ready.select(left) if left > 0 else []
-                if not events:
+                if left <= 0:
                     raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} did not come in {timeout:g} s")
+                events = ready.select(min(left, _PAUSE))
+                if not events and hopeless():
+                    raise OSError(_ANOTHER)
                 for key, _ in events:
                     if key.fileobj is server:
                         connection, _ = server.accept()
@@ -343,7 +393,7 @@ def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
     """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would wait for what does not come."""
     ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
-        socket.send_fds(connection, [b"c"], [ours])
+        _send_fd(connection, ours, rank)
         (theirs,) = _receive_fds(connection, 1, rank, timeout)
     except OSError:
         _close([ours], [connection])
@@ -351,11 +401,20 @@ def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
     return _Peer(rank, connection, theirs, ours)
 
 
+def _send_fd(connection: socket.socket, fd: int, rank: int) -> None:
+    try:
+        socket.send_fds(connection, [b"f"], [fd])
+    except ConnectionError as error:
+        raise OSError(f"rank {rank} has left") from error
+
+
 def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float) -> list[int]:
     try:
         data, fds, _, _ = socket.recv_fds(connection, 1, num)
     except TimeoutError as error:
         raise OSError(f"rank {rank} did not come in {timeout:g} s") from error
+    except ConnectionError as error:
+        raise OSError(f"rank {rank} has left") from error
     if not data or len(fds) != num:
         raise OSError(f"rank {rank} has left")
     return fds

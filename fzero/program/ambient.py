@@ -84,8 +84,8 @@ def function_modes() -> list[Any]:
     return _users(compat.function_modes())
 
 
-def dispatch_modes(within: Any) -> list[Any]:
-    """The user's own `TorchDispatchMode`s between the mode `within` and the caller."""
+def dispatch_modes(within: Any = None) -> list[Any]:
+    """The user's own `TorchDispatchMode`s around the caller; with `within` those between that mode and the caller."""
     modes = compat.dispatch_modes()
     return _users(modes[next((i + 1 for i, mode in enumerate(modes) if mode is within), 0) :])
 

@@ -16,6 +16,7 @@ from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.layout import LOSS_SCALE
 from fzero.mesh import AbstractMesh
+from fzero.program import checks
 from fzero.program.delayed import Slot
 from fzero.program.ir import Line, Program, Value
 from fzero.program.means import Means, both_ends, flatten_means, new_values, split_loss, summable
@@ -99,6 +100,7 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
     one, then the new values that must agree, as one vector. The node is that of what gradients are computed from."""
     made: list[Found] = []
 
+    @torch.enable_grad()  # whatever the caller has
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
@@ -109,7 +111,10 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
             key, step, part = it
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         params = t.params.rebuild(leaves)
-        loss, aux, new = split_loss(t.loss_fn(params, t.batch.rebuild(batch), **kwargs), t.has_aux, t.mutates is not None)
+        with checks.collected() as failed:
+            result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
+        loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
+        loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
         seed = torch.ones_like(loss.total, memory_format=torch.preserve_format) if seed is None else seed.to(loss.total.dtype)
@@ -154,9 +159,10 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
 
     def outputs_of(*fakes: torch.Tensor) -> list[torch.Tensor]:
         p, b = dict(zip(params.distinct, fakes, strict=False)), dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True))
-        with torch.no_grad():
+        with torch.no_grad(), checks.collected() as failed:
             result = fn(params.rebuild(p), *batch.rebuild(b))
-        leaves, made["means"] = flatten_means(result)
+            leaves, made["means"] = flatten_means(result)
+            leaves = checks.poisoned(leaves, failed)
         return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)

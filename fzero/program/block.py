@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,12 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.program import checks
 from fzero.program.ambient import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
 from fzero.program.names import Names
 from fzero.program.record import Recorded, Recorder, functional, merge_equal, record
 from fzero.program.segment import Part
 from fzero.program.segment import signature as function_signature
-from fzero.program.settings import settings
+from fzero.program.settings import Settings, changes, settings
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -85,6 +86,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass
     its border.
 
+    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds, floating-point results are NaN.
+
     Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
 
     Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward, and
@@ -93,8 +96,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something other than tensors, reads a tensor
             from its closure, draws from torch's global generator, computes something else each time, asks where an argument comes from or lies, gets or
-            returns a tensor with attributes, is differentiated twice under other settings of PyTorch's than it is called under, or is called under a
-            `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
+            returns a tensor with attributes, changes what is read outside of it, is differentiated twice under other settings of PyTorch's than it is
+            called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch
@@ -116,7 +119,11 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
             return _applied(fn, params, args, kwargs) if _casting.get() else fn(params, *args, **kwargs)
         return tracer.call(fn, params, args, kwargs)
 
+    call.__dict__[_BLOCK] = fn
     return call
+
+
+_BLOCK = "_fzero_block"
 
 
 class Blocks:
@@ -172,7 +179,8 @@ class Blocks:
 
         def trace(name: str) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            with compat.no_modes(), torch.inference_mode(False), grads, saved_tensors_hooks(_pack, _unpack):  # not those of a checkpoint around the call
+            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()  # not those of a checkpoint around the call
+            with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
                 return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs))
 
@@ -184,8 +192,12 @@ class Blocks:
         joint = self.joints.get(now)
         if joint is None:
             joint = self.joints[now] = trace(self._names(_name(fn)))
-            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met
+            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met, something that it keeps for later
+                outside = self._read_outside(fn)
                 compare(joint)
+                if changed := changes(outside, self._read_outside(fn)):
+                    fix = "return it from the block as a result, or change it outside: a block runs once for all its calls, while it is traced"
+                    raise TraceError(message(owner, "changes what is read outside of it", [*_where(fn), *changed], fix))
                 self.joints[key()] = joint
         elif _retracing.get():
             compare(joint)
@@ -200,6 +212,12 @@ class Blocks:
             if i >= joint.num_inputs and i != first:
                 self._recorder.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
+
+    def _read_outside(self, fn: Any) -> Settings:
+        """What the function that is traced reads beside its arguments, outside of blocks."""
+        body = fn.func if isinstance(fn, functools.partial) else fn
+        owners = [fn, body, getattr(body, "__func__", fn)]
+        return settings(self._recorder.source, strict=False, without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners))
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
@@ -238,7 +256,8 @@ class _Body:
         token = _tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)])
-            result = _applied(self.fn, params, args, kwargs)
+            with checks.collected() as failed:
+                result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
         flat, structure = tree.flatten(result)
@@ -246,6 +265,7 @@ class _Body:
         if wrong or not flat:
             raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
         _check_bare(self.owner, "leaves behind", self.fn, [*_arguments(self.fn, params, args, kwargs), ("result", result)])
+        flat = checks.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
         storages = [x.untyped_storage()._cdata for x in tensors]

@@ -39,6 +39,20 @@ def _backward(grad: Any, log_probs: Any, targets: Any, num_inputs: Any, num_targ
     return aten._ctc_loss_backward(grad, log_probs, targets, num_inputs, num_targets, loss, narrow, *settings)
 
 
+CTC_LOSS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
+"""What takes lengths as numbers too, and of these makes a tensor where no trace can see it."""
+
+
+def with_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a CTC loss, lengths as tensors."""
+
+    def of(lengths: Any) -> Any:
+        return torch.tensor(lengths, dtype=torch.long) if isinstance(lengths, (tuple, list)) else lengths
+
+    args = [of(x) if i in (2, 3) else x for i, x in enumerate(args)]
+    return args, {name: of(x) if name in ("input_lengths", "target_lengths") else x for name, x in kwargs.items()}
+
+
 CTC: dict[Any, Any] = {}
 """PyTorch's operators, with lengths that are numbers and lengths that are tensors, and what is recorded instead."""
 

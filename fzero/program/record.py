@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,22 +21,46 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.program import hidden
+from fzero.program import checks, hidden
 from fzero.program.ambient import without_autocast
 from fzero.program.ctc import CTC
-from fzero.program.refusals import CHANGES, NEW_VALUE, OF_HISTORY, OF_MEMORY, Calls, Failure, Place, described, line, note, plainly, reached, user_place, within
+from fzero.program.known import Known, Unknown
+from fzero.program.recurrent import RNN
+from fzero.program.refusals import (
+    CHANGES,
+    NEW_VALUE,
+    OF_HISTORY,
+    OF_MEMORY,
+    Calls,
+    Failure,
+    Place,
+    asking_frame,
+    described,
+    is_pytorchs,
+    line,
+    note,
+    plainly,
+    reached,
+    user_place,
+    within,
+)
 from fzero.program.results import Results
 from fzero.program.settings import exact
 from fzero.program.storages import is_view
 
 aten = torch.ops.aten
 
+_REWRITTEN = {**hidden.REWRITTEN, **RNN}
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
 _DEVICE = torch.ops.prim.device.default
-_VALUE = "choose with torch.where or arithmetic instead of .item(), bool() or Python's if on tensors"
+_VALUE = "choose with torch.where or arithmetic instead of .item(), float(), bool() or Python's if on tensors; give modules numbers (momentum=0.1, not None)"
+_INSTEAD = {
+    aten.linalg_lstsq.default: "torch.linalg.pinv(a) @ b, or torch.linalg.solve of the normal equations",
+    aten._pack_padded_sequence.default: "run the layer on the padded sequences, and mask what lies behind their ends",
+}
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
 
@@ -74,7 +99,7 @@ class Recorder(compat.TorchDispatchMode):
         self.failure: Failure | None = None
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
-        self._source = constants_from
+        self.source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
         self._results = Results()
@@ -82,6 +107,9 @@ class Recorder(compat.TorchDispatchMode):
         self._storages: dict[int, str] = {}  # of arguments
         self._shared: dict[int, dict[int, str]] = {}  # storages that stand for one memory, and the blocks that make them so
         self._stale: dict[int, tuple[str, str | None]] = {}  # storages of whose memory another was written, by which block and where
+        self._refusal: TraceError | None = None
+        self._known = Known(self.graph, self.constants)
+        self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where
         self._crossed: set[int] = set()  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
         self._of_block: list[torch.Tensor] = []  # a block's arguments, as its function gets them
         self._outside: FrameType | None = None  # the frame that traces
@@ -135,6 +163,9 @@ class Recorder(compat.TorchDispatchMode):
             written = [f"written in place: {where}"] if where else []
             text = f"reads a tensor after its memory was written through another, that an argument or a result of {block} shares with it"
             raise TraceError(message(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED))
+        if found is None and id(tensor) in self._replaced:
+            places = self.here(described(tensor), *([f"set_ here: {where}"] if (where := self._replaced[id(tensor)]) else []))
+            raise TraceError(message(self.owner, "reads a tensor whose memory was replaced by another's", places, "use the other tensor itself, or x.copy_(y)"))
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 self._refuse_functions("torch.cond, scan, while_loop or their like")
@@ -142,7 +173,7 @@ class Recorder(compat.TorchDispatchMode):
                 message(
                     self.owner,
                     "reads a tensor that is not one of its arguments",
-                    self.here(described(tensor, reached(self._source, tensor) or "a tensor from its closure")),
+                    self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, leaf: 'mask' not in path)), "
                     "as part of the batch, or make it inside the function",
                 )
@@ -164,6 +195,8 @@ class Recorder(compat.TorchDispatchMode):
         try:
             with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self), Calls(self), self:
                 yield
+            if self._refusal is not None:  # the function caught it, and went on with something else than PyTorch would do
+                raise self._refusal
         finally:
             self._outside = None
 
@@ -218,6 +251,13 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        except TraceError as error:
+            self._refusal = error
+            raise
+
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not compat.is_operator(func):
             self._refuse_functions(str(func))
@@ -241,11 +281,18 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self._literal(args[0], out)
             return out
+        if func.overloadpacket is aten.set_:  # cuDNN looks into the memory of its weights this way, and reads nothing
+            self._nodes.pop(id(args[0]), None)
+            self._replaced[id(args[0])] = self.where()
+            self._alive.append(args[0])
+            return func(*args, **kwargs)
+        if func is aten._linalg_check_errors.default:
+            return self._nan_where_singular(args[0])
         if func in hidden.REFUSED and hidden.given(func, args, kwargs, hidden.REFUSED[func]):
             text = f"overwrites {' and '.join(hidden.REFUSED[func])} where no trace can see it ({func})"
             raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
-        if func in hidden.REWRITTEN:
-            results = hidden.REWRITTEN[func](lambda op, *xs: self.__torch_dispatch__(op, (), xs), self._overwrite, *args)
+        if func in _REWRITTEN:
+            results = _REWRITTEN[func](self._do, self._overwrite, *args)
             if results is not None:
                 return results
         backward = compat.backward_of()
@@ -258,9 +305,14 @@ class Recorder(compat.TorchDispatchMode):
             _check_dtypes(func, args)
             out = self._results(func, args, kwargs)
         except compat.DATA_DEPENDENT as error:
+            if (answer := self._answer(func, args, node_args, node_kwargs)) is not None:
+                return answer
             of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
             text = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
-            raise TraceError(message(self.owner, f"{text} ({func})", self.here(), _SHAPE if of_shape else _VALUE)) from error
+            asks = asking_frame()
+            place = (asks.f_code.co_filename, asks.f_lineno) if asks is not None else ("", 0)
+            where = self.here(*([f"asked by {line(place)}"] if is_pytorchs(place[0]) else []))
+            raise TraceError(message(self.owner, f"{text} ({func})", where, _INSTEAD.get(func, _SHAPE if of_shape else _VALUE))) from error
         except Exception as error:
             note(self, error, func, (args, kwargs))
             raise
@@ -282,6 +334,70 @@ class Recorder(compat.TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.track(item, self.graph.call_function(operator.getitem, (node, i)))
         return out
+
+    def _do(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes down an operation that stands for another, or for a part of it."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
+    def _answer(self, func: Any, args: Any, node_args: Any, node_kwargs: Any) -> Any:
+        """What depends on values, where these are known, or decide whether the function raises and nothing else. None: it cannot be said."""
+
+        def known(op: Any, *nodes: Any, **kwargs: Any) -> Any:
+            try:
+                return self._known.compute(op, nodes, kwargs)
+            except Unknown:
+                return None
+
+        found = known(func, *node_args, **node_kwargs)
+        if found is not None:
+            return tree.map(lambda x: self._constant_like(x, args) if isinstance(x, torch.Tensor) else x, found)
+        if func is aten.masked_select.default:
+            shape = list(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            func, args = aten.index.Tensor, (self._do(aten.expand.default, args[0], shape), [self._do(aten.expand.default, args[1], shape)])
+            node_args = self._nodes_in(args)
+        if func is aten.index.Tensor:
+            places: list[Any] = []
+            for index, node in zip(args[1], node_args[1], strict=True):
+                mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                at = known(aten.nonzero.default, node) if mask else None
+                if mask and at is None:
+                    return None
+                with compat.no_modes():
+                    columns = [] if at is None else [x.contiguous() for x in at.unbind(1)]
+                places += [self._constant_like(x, args) for x in columns] if mask else [index]
+            return self._do(func, args[0], places)
+        if func is aten._local_scalar_dense.default and (passes := checks.passing(asking_frame())) is not None:
+            if compat.backward_of() is None:  # else it was noted when the forward ran
+                checks.note(self._do(aten.eq.Scalar if passes else aten.ne.Scalar, args[0], 0))
+            return passes
+        return None
+
+    def _constant_like(self, value: torch.Tensor, args: Any) -> torch.Tensor:
+        """A literal of a value that was computed, as a fake tensor where the arguments are."""
+        like = next(x for x in tree.leaves(args) if isinstance(x, torch.Tensor))
+        out = compat.new_fake(
+            like.fake_mode,  # type: ignore[attr-defined]
+            value.shape,
+            value.dtype,
+            like.device,
+            value.stride(),
+        )
+        self._literal(value, out)
+        return out
+
+    def _nan_where_singular(self, info: torch.Tensor) -> None:
+        """Where PyTorch raises because a matrix is singular or not positive definite, what was computed of it is NaN: a program does not raise."""
+        call = self.node(info).args[0]
+        of_call = {id(x): n for x in self._alive if (n := self._nodes.get(id(x))) is not None and n.target is operator.getitem and n.args[0] is call}
+        replaced: dict[fx.Node, fx.Node] = {}
+        for node in dict.fromkeys(of_call.values()):
+            x: torch.Tensor = node.meta["val"]
+            if x.is_floating_point() or x.is_complex():
+                fine = self._do(aten.eq.Scalar, info, 0)
+                fine = self._do(aten.view.default, fine, [*info.shape, *[1] * (x.dim() - info.dim())])
+                nan = self._do(aten.full.default, [], math.nan, dtype=x.dtype, device=x.device)
+                replaced[node] = self.node(self._do(aten.where.self, fine, x, nan))
+        self._nodes.update({key: replaced[node] for key, node in of_call.items() if node in replaced})
 
     def _write(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remembers that these are overwritten."""
@@ -313,8 +429,9 @@ class Recorder(compat.TorchDispatchMode):
 
     def _literal(self, value: torch.Tensor, out: torch.Tensor) -> None:
         if value.numel() == 1:
-            scalar = getattr(out, "constant", None)
-            scalar = (scalar if scalar is not None else value).reshape(()).item()
+            known = getattr(out, "constant", None)
+            with compat.no_modes():
+                scalar = (known if known is not None else value).reshape(()).item()
             self.track(out, self.graph.call_function(aten.full.default, (list(value.shape), scalar), {"dtype": value.dtype, "device": value.device}))
             return
         name = f"literal_{len(self.constants)}"
@@ -354,12 +471,12 @@ def _is_dense(result: Any) -> bool:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws from the global generator. Attention is tagged so whatever its dropout."""
+    """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their dropout, and what draws in training alone."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    defaults = {a.name: a.default_value for a in func._schema.arguments}
-    return given.get("dropout_p", defaults.get("dropout_p")) != 0.0
+    given = {a.name: a.default_value for a in func._schema.arguments} | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    in_training = given.get("train", given.get("training")) is not False
+    return in_training and given.get("dropout_p", given.get("dropout")) != 0.0
 
 
 def record(

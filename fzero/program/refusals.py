@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
+from fzero.program.ctc import CTC_LOSS, with_tensors
 
 Place = tuple[str, int]
 """A file and a line of it."""
@@ -67,6 +68,19 @@ def user_place(outside: FrameType | None) -> Place | None:
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
 
 
+def asking_frame() -> FrameType | None:
+    """The function that asks for what runs now, the user's or PyTorch's own: not what carries the question here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_CARRIERS):
+        frame = frame.f_back
+    return frame
+
+
+def is_pytorchs(filename: str) -> bool:
+    """Whether a file is one of PyTorch's own."""
+    return filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
 def within(outside: FrameType | None, folder: str) -> bool:
     """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
     frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
@@ -98,6 +112,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
             raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+        if func in CTC_LOSS:
+            args, kwargs = with_tensors(args, kwargs or {})
         if func in _FACTS and _asked_by_user(sys._getframe(1)):
             self._traced.check_read(_FACTS[func], args[0])
         try:
@@ -167,6 +183,10 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
+_CARRIERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *(os.path.dirname(torch.__file__) + f"/{name}" for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")),
+)
 CHANGES = "changes its arguments in place"
 NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
@@ -182,12 +202,17 @@ _REFUSED = [
     ),
     ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
+    (
+        "One of the differentiated Tensors does not require grad",
+        "asks for a gradient of what requires none, or takes that from what it is given (detach_, requires_grad_(False))",
+        "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
+    ),
     ("mutate a captured Tensor", *_IN_PLACE),
     (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
     (
         "its data is not allocated yet",  # an operator that looks into its arguments before it says what it returns
         "needs the value of a tensor while being traced",
-        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split), and lengths of torch.nn.functional.ctc_loss as tensors",
+        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
     ),
     ("passed to FakeTensor.__format__", "needs the value of a tensor while being traced (to print it)", "return it as an aux value, or print its shape"),
     (

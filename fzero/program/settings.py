@@ -53,13 +53,14 @@ class Settings(NamedTuple):
     places: tuple[str, ...]
 
 
-def settings(*values: Any, strict: bool = True) -> Settings:
+def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
     """What functions, or values that functions get, are and read now.
 
     Args:
         values: functions, and arguments that are not tensors.
         strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told apart by identity, and where code
             reads attributes without naming them (`getattr`, `vars`) all are read; so are all items of a dictionary. Otherwise they are equal when in doubt.
+        without: functions and objects of which this holds are not looked into.
 
     Example:
         >>> rate = [0.5]
@@ -69,7 +70,7 @@ def settings(*values: Any, strict: bool = True) -> Settings:
         >>> settings(scaled) == before
         False
     """
-    walk = _Walk(strict)
+    walk = _Walk(strict, without)
     walk.run(values)
     return Settings(tuple(walk.facts), tuple(walk.places))
 
@@ -163,10 +164,10 @@ class _Module(_Scope):
 
 
 class _Walk:
-    def __init__(self, strict: bool):
+    def __init__(self, strict: bool, without: Callable[[Any], bool]):
         self.facts: list[Hashable] = []
         self.places: list[str] = []
-        self._strict = strict
+        self._strict, self._without = strict, without
         self._todo: list[tuple[Any, str]] = []
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # ids are only good while the value lives
@@ -226,6 +227,8 @@ class _Walk:
         if number < len(self._alive):
             return self._fact(("again", number), path)
         self._alive.append(x)
+        if self._without(x):
+            return None
         for kinds, visit in _VISITS:
             if isinstance(x, kinds):
                 return visit(self, x, path)

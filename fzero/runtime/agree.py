@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fzero.comm.replicas import Held, differing, digested
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
-from fzero.mesh import Mesh, absent
+from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.segment import signature
 from fzero.program.show import show
@@ -24,11 +24,11 @@ from fzero.runtime import deterministic
 T = TypeVar("T")
 
 
-def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]]) -> tuple[Any, Any]:
+def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = "") -> tuple[Any, Any]:
     """What `make` returns on this rank, once every rank has made the same program and finished building it.
 
     `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the other ranks. An error in any of them is
-    raised here, and reported to the other ranks: only the last waits for them, when all have built.
+    raised here, and reported to the other ranks: only the last waits for them, when all have built. They are told `why`.
 
     Communication: a few hundred bytes through the store, three times; the text of two programs if they differ.
 
@@ -38,7 +38,7 @@ def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[],
     if mesh.size == 1:
         lowered, build = make()
         return lowered, build()()
-    talk = _Talk(mesh)
+    talk = _Talk(mesh, about=why)
     lowered, build = talk.reporting(make)
     text = describe(lowered.program)
     talk.compare(text)
@@ -57,8 +57,9 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
     return everyones[0]
 
 
-def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
-    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them.
+def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
+    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them. `about`: what this rank does,
+    for those that do something else.
 
     Communication: a few hundred bytes through the store.
 
@@ -66,12 +67,12 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T]) -> T:
         FzeroValueError: it failed on another rank, naming each that did and why.
         DivergenceError: a rank was stopped (Ctrl-C), or did not come in time.
     """
-    return act() if mesh.size == 1 else _done(mesh, owner, act)[0]
+    return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
 
 
-def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False) -> tuple[T, list[Any]]:
+def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
     """What `act` returned on this rank, and with `tell` what it returned on each."""
-    talk, error = _Talk(mesh, owner), None
+    talk, error = _Talk(mesh, owner, about), None
 
     def attempt() -> Any:
         nonlocal error
@@ -139,6 +140,7 @@ def transferring(mesh: Mesh) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
         if mesh.size == 1 or not lost:
             raise
+        mesh.turns.look("step")  # which may know why
         fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
         problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
         raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)) from error
@@ -147,8 +149,9 @@ def transferring(mesh: Mesh) -> Iterator[None]:
 class _Talk:
     """One exchange after another between the ranks of a mesh."""
 
-    def __init__(self, mesh: Mesh, owner: str = "compile"):
+    def __init__(self, mesh: Mesh, owner: str = "compile", about: str = ""):
         self._mesh, self._store, self._owner = mesh, mesh.store, owner
+        mesh.turns.begin(owner, about)
         self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:
@@ -170,7 +173,7 @@ class _Talk:
                     message(
                         "compile",
                         f"rank {rank} would run another program than rank 0",
-                        _difference(mine, other, rank),
+                        difference(mine, other, "rank 0", f"rank {rank}"),
                         "run the same code, flags and batch shapes on every rank",
                     )
                 )
@@ -181,8 +184,8 @@ class _Talk:
         Raises:
             DivergenceError: naming the ranks that failed or did not come in time.
         """
-        self._store.set(self._key(self._mesh.rank), json.dumps(note))
-        missing = absent(self._store, [self._key(rank) for rank in range(self._mesh.size)], self._mesh.timeout)
+        self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
+        missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
         notes = {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing}
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:
@@ -192,9 +195,11 @@ class _Talk:
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
             raise DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
-        if others := [f"rank {rank}: {', '.join(other)}" for rank, other in notes.items() if other.keys() != note.keys()]:
-            here = f"rank {self._mesh.rank}: {', '.join(note)}"
-            raise DivergenceError(message(self._owner, "the ranks have come to different places", [here, *others], "run the same code on every rank"))
+        places = {rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))]) for rank, other in notes.items()}
+        if len({*places.values()}) > 1:
+            self._mesh.turns.look(self._owner)  # which knows more
+            fix = "make the same calls in the same order on every rank: a step with a batch of another shape than before builds a program of its own (compile)"
+            raise DivergenceError(message(self._owner, "the ranks do different things", [f"rank {rank}: {place}" for rank, place in places.items()], fix))
         if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
             self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
@@ -207,10 +212,10 @@ class _Talk:
         return self._store.get(f"fzero/agree/{self._id}/0/{rank}/text").decode()
 
 
-def _difference(first: str, other: str, rank: int) -> list[str]:
+def difference(first: str, other: str, one: str, another: str) -> list[str]:
     """The first line in which two texts differ, both sides."""
     pairs = itertools.zip_longest(first.splitlines(), other.splitlines(), fillvalue="(no such line)")
     for number, (a, b) in enumerate(pairs, 1):
         if a != b:
-            return [f"first difference, line {number}:", f"  rank 0: {a.strip()}", f"  rank {rank}: {b.strip()}"]
+            return [f"first difference, line {number}:", f"  {one}: {a.strip()}", f"  {another}: {b.strip()}"]
     return []

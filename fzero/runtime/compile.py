@@ -52,7 +52,7 @@ def compile(
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine; `offload("auto")` without
             what it is resolved for: a memory budget and a batch.
         FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it was traced, or if it is called under a
-            `TorchFunctionMode` or `saved_tensors_hooks` of the user's own.
+            `TorchFunctionMode` or `saved_tensors_hooks` of the user's own; with "inductor", whose kernels it does not see into, a `TorchDispatchMode`.
         BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:

@@ -19,10 +19,11 @@ from fzero.errors import FzeroValueError, message
 from fzero.leaves import batch_inputs
 from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
-from fzero.program.ambient import autocast, function_modes, saved_tensor_hooks, switches
+from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, numbers_in, settings
+from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
 from fzero.runtime import agree, deterministic
@@ -109,8 +110,10 @@ class Compiled:
     def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
-        if around := [type(mode).__name__ for mode in function_modes()] + saved_tensor_hooks():
+        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]  # which see every operation of a program that is run as it is
+        if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
+            fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode" if self.backend == "inductor" else ""
             raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
@@ -118,8 +121,9 @@ class Compiled:
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
+            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
             read = self._settings()
-            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch))
+            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings())
             for other in self._runs.values():  # a list that the trace has grown is not what they read
                 other.settings = kept.settings if other.settings == read else other.settings
@@ -131,7 +135,8 @@ class Compiled:
             self._said = True
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept))  # what changed on one rank only is every rank's error
+            about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -193,3 +198,24 @@ class Compiled:
             return functools.partial(executable, lowered.program, functions, self.mesh)
 
         return lowered, built
+
+
+def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
+    """In what a call differs from the one before it."""
+    if before is None:
+        return ""
+    new, old = _facts(key), _facts(before)
+    return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name))
+
+
+def _facts(key: tuple[Any, ...]) -> dict[str, str]:
+    params, structure, kinds, deterministic_setting, default_dtype, cast, others = key
+    leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
+    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
+    facts |= {
+        "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
+        "the batch's tree": structure,
+        "the batch's leaves": ", ".join(leaves),
+    }
+    facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
+    return {name: str(value).replace("torch.", "") for name, value in facts.items()}

@@ -29,7 +29,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     batch_axes = next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == "part_index"), ())
     carrier = transport(mesh)
     tiers = Tiers(mesh, any(line.op.startswith("disk") for line, _ in program.walk()))
-    arenas = {"device": carrier.pool(program.pool_bytes, program.name)}
+    arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
     memory = arenas["device"]

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +52,8 @@ def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None, di
         name = str(dtype).removeprefix("torch.")
         progress(f"products in {name}")
         out["flops"][name] = product_rate(dtype, device, each)
-        out["attention"] |= {name + way: rate for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)}
+        if dtype in _FUSED[device.type].dtypes:
+            out["attention"] |= {name + way: rate for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)}
     progress("memory")
     out["memory_bandwidth"] = copy_rate(device, each / 2)
     progress("calls")
@@ -87,13 +88,11 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
     """FLOP/s of causal attention and of its backward, as if nothing were masked, for heads of 64."""
     shape = (4, 8, 256, 64) if device.type == "cpu" else (4, 16, 2048, 64)
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
-    forward, backward = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if device.type != "cpu":
-        forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    forward, backward, _ = _FUSED[device.type]
     out, logsumexp, *rest = forward(q, k, v, 0.0, True)
-    before, after = (rest[:4], rest[4:6]) if device.type != "cpu" else ((), ())  # offsets and lengths of sequences; the state of a dropout that is none
+    before, after = rest[:4], rest[4:6]  # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
     one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
-    two = as_run(lambda *x: backward(*x, *before, 0.0, True, *after)[0], dout, q, k, v, out, logsumexp)
+    two = as_run(lambda *x: backward(*x[:6], *before, 0.0, True, *x[6:])[0], dout, q, k, v, out, logsumexp, *after)
     flops = 4.0 * math.prod(shape) * shape[2]
     return flops / best(one, device, seconds / 2), 2.5 * flops / best(two, device, seconds / 2)
 
@@ -216,6 +215,20 @@ def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[],
         graph = record(lambda *xs: [fn(*xs)], fakes, owner="calibrate", names=[f"x_{i}" for i in range(len(args))])
     run = on_device(graph, args[0].device).module().forward
     return lambda: run(*args)
+
+
+class _Fused(NamedTuple):
+    """Fused attention of a device, and the dtypes that it takes."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    dtypes: Sequence[torch.dtype]
+
+
+_FUSED = {
+    "cpu": _Fused(aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward, (torch.float32, torch.bfloat16)),
+    "cuda": _Fused(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward, (torch.bfloat16, torch.float16)),
+}
 
 
 def _dtypes(device: torch.device) -> Sequence[torch.dtype]:

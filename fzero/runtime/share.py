@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fzero.errors import DivergenceError, message
-from fzero.mesh import Mesh, absent
+from fzero.mesh import Mesh
 
 
 class Share:
@@ -71,7 +71,7 @@ class Share:
     def _exchange(self, topic: str, note: dict[str, str], ranks: Any) -> dict[int, dict[str, str]]:
         self._store.set(self._key(topic, self._mesh.rank), json.dumps(note))
         ranks = list(ranks)
-        missing = {ranks[i] for i in absent(self._store, [self._key(topic, r) for r in ranks], self._mesh.timeout)}
+        missing = {ranks[i] for i in self._mesh.turns.absent([self._key(topic, r) for r in ranks], "compile")}
         notes = {r: json.loads(self._store.get(self._key(topic, r))) for r in ranks if r not in missing}
         problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
         problems += [f"rank {r} did not deliver in {self._mesh.timeout:g} s" for r in sorted(missing)]

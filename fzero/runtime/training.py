@@ -115,7 +115,7 @@ class CompiledStep(Compiled):
         if auto_of(self.step) is not None:
             budget = self._rates()
             assert budget is not None and self._batch is not None
-            self.step, self._chosen = resolve(self.step, self.mesh, params, self._batch, budget)
+            self.step, self._chosen, _ = resolve(self.step, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device."""

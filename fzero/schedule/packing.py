@@ -9,6 +9,8 @@ memory allocation for production machine learning accelerators, ASPLOS 2023.
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -60,45 +62,56 @@ def least(items: Sequence[Item]) -> int:
 
 def _packings(items: Sequence[Item], taken: Sequence[int]) -> Iterator[Packing]:
     """Packings to choose from, those by whole orders first."""
-    contention = [max(max(taken[a : b + 1]) for a, b in x.times) for x in items]
+    contention = functools.cache(lambda i: max(max(taken[a : b + 1]) for a, b in items[i].times))
     area = [x.nbytes * (max(b for _, b in x.times) - min(a for a, _ in x.times) + 1) for x in items]
     keys: list[Callable[[int], Any]] = [
         lambda i: (-items[i].nbytes, items[i].times),
         lambda i: (-area[i], items[i].times),
-        lambda i: (-contention[i], -items[i].nbytes, items[i].times),
-        lambda i: (-contention[i], -area[i], items[i].times),
-        lambda i: (-contention[i], -area[i] / items[i].nbytes, items[i].times),
+        lambda i: (-contention(i), -items[i].nbytes, items[i].times),
+        lambda i: (-contention(i), -area[i], items[i].times),
+        lambda i: (-contention(i), -area[i] / items[i].nbytes, items[i].times),
         lambda i: (-area[i] / items[i].nbytes, -items[i].nbytes, items[i].times),
     ]
-    orders = [sorted(range(len(items)), key=key) for key in keys]
-    yield from (_placed(items, order) for order in orders)
+    orders, meetings = list[list[int]](), _meetings(items)
+    for key in keys:
+        orders.append(sorted(range(len(items)), key=key))
+        yield _placed(items, orders[-1], meetings)
     for order in orders:
         for _ in range(EFFORT // len(items) // len(orders)):
-            packing = _placed(items, order)
+            packing = _placed(items, order, meetings)
             yield packing
             top = [i for i in order if packing.offsets[i] + items[i].nbytes == packing.nbytes]
             order = [*top, *(i for i in order if i not in top)]
 
 
-def _placed(items: Sequence[Item], order: Sequence[int]) -> Packing:
+def _meetings(items: Sequence[Item]) -> list[list[int]]:
+    """For each item those that are taken at some of its times: one that is so more than once may stand there as often."""
+    rows = sorted((a, b, i) for i, x in enumerate(items) for a, b in x.times)
+    starts, out = [a for a, _, _ in rows], [list[int]() for _ in items]
+    for k, (_, b, i) in enumerate(rows):
+        for _, _, other in rows[k + 1 : bisect_right(starts, b)]:
+            if other != i:
+                out[i].append(other)
+                out[other].append(i)
+    return out
+
+
+def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequence[int]]) -> Packing:
     """Each of the items in this order as low as those placed before allow."""
-    # a row for each time that what was placed so far is taken: first and last line, first byte, byte after the last
-    rows, num = np.zeros((4, sum(len(x.times) for x in items)), dtype=np.int64), 0
-    offsets = [0] * len(items)
+    offsets = [-1] * len(items)
+    taken: list[list[Interval]] = [[] for _ in items]  # by those that are placed: of what is not yet, the bytes it may not have, in order
     for i in order:
-        nbytes, times, align = items[i]
-        first, last, begin, end = rows[:, :num]
-        meet = np.zeros(num, dtype=bool)
-        for a, b in times:
-            meet |= (first <= b) & (last >= a)
-        begin, end = begin[meet], end[meet]
-        upward = np.argsort(begin, kind="stable")
-        free = np.maximum.accumulate(np.concatenate(([0], -(-end[upward] // align) * align)))  # before the next taken bytes, and after all
-        gaps = np.flatnonzero(free[:-1] + nbytes <= begin[upward])
-        offsets[i] = at = int(free[gaps[0]] if len(gaps) else free[-1])
-        for a, b in times:
-            rows[:, num] = a, b, at, at + nbytes
-            num += 1
+        nbytes, _, align = items[i]
+        at = 0
+        for begin, end in taken[i]:
+            if at + nbytes <= begin:
+                break
+            if end > at:
+                at = -(-end // align) * align
+        offsets[i], mine = at, (at, at + nbytes)
+        for j in meetings[i]:
+            if offsets[j] < 0:
+                insort(taken[j], mine)
     return Packing(tuple(offsets), max(at + x.nbytes for at, x in zip(offsets, items, strict=True)))
 
 

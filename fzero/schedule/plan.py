@@ -240,9 +240,12 @@ def step_seconds(program: Program, device: Device, backend: str) -> float:
 
 
 def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
-    """Those of the step, and how long each queue is busy in it."""
+    """Those of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then ...", as long as compute before the first
+    update and that queue from there on."""
     found = _timeline(program, device, backend)
-    return found.step_seconds, {COMPUTE: found.compute_seconds, **found.busy_seconds}
+    busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
+    then = {f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0) for queue, seconds in busy.items() if queue != COMPUTE}
+    return found.step_seconds, {**busy, **then}
 
 
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:

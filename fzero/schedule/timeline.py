@@ -47,6 +47,7 @@ class Timeline:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     exposed: dict[int, float] = field(default_factory=dict)  # by the line that waits
     waited: dict[int, str] = field(default_factory=dict)  # the channel that a line waits for
+    before_update: dict[str, float] = field(default_factory=dict)  # by channel, and of compute: how long it was busy before the first update
 
     @property
     def exposed_seconds(self) -> float:
@@ -95,6 +96,8 @@ class _Simulation:
 
     def _line(self, line: Line, number: int, turn: int) -> None:
         seconds, queue = self.seconds[number], self.line_channel[number]
+        if line.op == "call" and line.writes and not self.found.before_update:
+            self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
         if queue is not None:
             self._start(line.out[0].name, queue, seconds, number, turn)
         elif line.op == "wait":

@@ -12,11 +12,14 @@ import torch.distributed as dist
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.leaves import batch_inputs
 from fzero.lower import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
 from fzero.program.block import every_call_traced
+from fzero.program.ir import Program
+from fzero.program.segment import signature
+from fzero.runtime.agree import describe, difference
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
@@ -47,7 +50,7 @@ def check_equivalent(
     (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
     value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
     rounds leaves room for faults of other transforms: a step that has both is then compared without it as well. Every call of a block is traced: one that
-    reads something unseen (see `fz.block`) and is not what it was taken for is an error.
+    reads something unseen (see `fz.block`) and is not what it was taken for is an error, and so is a loss that does something else each time it is called.
 
     On a mesh of several ranks every rank calls it, and all get the same report.
 
@@ -69,7 +72,7 @@ def check_equivalent(
     Raises:
         EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
         FzeroError: the step cannot be built or run on this mesh, whatever `raises` is.
-        TraceError: naming a block that computes something else at a later call.
+        TraceError: naming a block that computes something else at a later call; a loss or an optimizer that does when it is traced again.
 
     Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019; Parker, Monte Carlo arithmetic, 1997.
 
@@ -160,7 +163,10 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     whole_batch = gathered(batch, mesh, axes, rows(batch, record))
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     with every_call_traced():
-        base = base_program(step, mesh, params, batch)
+        base, again = (base_program(step, mesh, params, batch) for _ in range(2))
+    if differs := difference(_text(base), _text(again), "the first time", "the second"):
+        fix = "draw with fz.random from the step's key, and pass what changes from step to step in the batch, as a 0-dim tensor"
+        raise TraceError(message("check_equivalent", f"{step.name} computes something else each time it is called", differs, fix))
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
     first = _on(plain.init(params, key), mesh)
@@ -168,6 +174,12 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
     steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
     return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path)
+
+
+def _text(base: Program) -> str:
+    """All that a base program computes."""
+    updates = [f"{line.out}: {entry}" for line in base.lines if line.op == "update" for entry in signature(line.attrs["graph"])]
+    return "\n".join([describe(base), *updates])
 
 
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:

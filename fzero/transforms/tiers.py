@@ -81,7 +81,7 @@ def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> 
     if program.mesh.unified_memory or not any(isinstance(t, Offload) for t in program.transforms):
         return frozenset()
     totals = _totals(program)
-    own = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out} | {v.name for v in program.inputs}
+    own = _no_gradients(program)
     values, known = program.values_by_name, _known_last(program, own)
     parts = {line.out[0].name: line.args[0] for line in program.lines if line.op == "take_shard"}
     found: set[str] = set()
@@ -96,6 +96,12 @@ def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> 
         late = read if not known.isdisjoint(line.args) else read & totals
         found |= late - totals if on_host and grads == "device" else late if on_host or grads == "host" else set()
     return frozenset(found)
+
+
+def waits_for_all(program: Program) -> bool:
+    """Whether an update of a program whose update is cut must know something of all gradients first."""
+    known = _known_last(program, _no_gradients(program))
+    return any(not known.isdisjoint(line.args) for line in _updates(program))
 
 
 def saved_activations(program: Program) -> set[str]:
@@ -122,6 +128,12 @@ def _updates(program: Program) -> list[Line]:
 def _totals(program: Program) -> set[str]:
     """What loops over micro-batches add up."""
     return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
+
+
+def _no_gradients(program: Program) -> set[str]:
+    """What updates read beside gradients."""
+    made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
+    return made | {v.name for v in program.inputs}
 
 
 def _known_last(program: Program, own: set[str]) -> set[str]:

@@ -1,0 +1,165 @@
+"""What ranks do together they do in turns, numbered alike on all of them: a run of a program, an exchange of notes, a checkpoint.
+
+A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different things, and one that has left while
+others wait for it, are an error on each of them that names both sides, after a second and not after the mesh's timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fzero.errors import DivergenceError, message
+
+_LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
+
+
+class Turns:
+    """A rank's turns on a mesh. Without a store, on a mesh of one device, it only counts. `timeout`: seconds that a rank waits for another."""
+
+    pause = 1.0  # seconds that a rank waits for others before it looks where they are, and between two looks
+
+    def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = 600.0):
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._number, self._kind, self._about, self._said = 0, "", "", False
+        self._last_go: str | None = None
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        if store is not None:
+            _open.append(self)
+            self._say()
+
+    def begin(self, kind: str, about: str = "", say: bool = True) -> None:
+        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people. `say`: the others can see it at once."""
+        self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
+        if say:
+            self._say()
+
+    def meet(self, owner: str) -> None:
+        """Returns when all ranks are in the same turn. Communication: one round trip to the store, and another for the last rank that comes.
+
+        Raises:
+            DivergenceError: they are in different ones, or a rank did not come in time.
+        """
+        assert self._store is not None
+        here = f"fzero/turns/{self._number}/"
+        go = here + "go"
+        if self._store.add(here + self._kind, 1) == self._size:
+            self._store.set(go, "")
+            self._store.delete_key(here + self._kind)
+            if self._last_go is not None:  # which all have passed
+                self._store.delete_key(self._last_go)
+        self._last_go = go
+        if self.absent([go], owner):
+            raise DivergenceError(
+                message(owner, "not every rank has come", [f"a rank did not come in {self._timeout:g} s"], "look at the other ranks' errors first")
+            )
+
+    def absent(self, keys: Sequence[str], owner: str) -> list[int]:
+        """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
+        assert self._store is not None
+        deadline, looked, nap = time.monotonic() + self._timeout, time.monotonic(), 1e-4
+        left = list(range(len(keys)))
+        try:
+            while left and not self._store.check([keys[i] for i in left]):
+                while left and self._store.check([keys[left[0]]]):
+                    left.pop(0)
+                if time.monotonic() > deadline:
+                    return [i for i in left if not self._store.check([keys[i]])]
+                if time.monotonic() - looked > self.pause:
+                    self.look(owner)
+                    looked = time.monotonic()
+                time.sleep(nap)
+                nap = min(1.5 * nap, _LONGEST_NAP)
+        except (dist.DistError, RuntimeError) as error:
+            if isinstance(error, DivergenceError):
+                raise
+            text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
+            raise DivergenceError(message(owner, text, fix="look at that process's errors; go on from the last checkpoint")) from error
+        return []
+
+    def look(self, owner: str) -> None:
+        """Called from time to time while this rank waits for others.
+
+        Raises:
+            DivergenceError: another rank is in another turn of this number, has left before it, or has died on this host.
+        """
+        if self._store is None:
+            return
+        others = {}
+        with contextlib.suppress(dist.DistError):  # a store that is gone knows nothing: whoever waits for it will say so
+            if not self._said:
+                self._say()
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([_place(rank)]):
+                    others[rank] = json.loads(self._store.get(_place(rank)))
+        parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
+        gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
+        if parted or gone:
+            parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
+            fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
+            what = "another rank has left" if gone else "the ranks do different things"
+            fix = "look at that rank's errors first; if it had none, " + fix if gone else fix
+            raise DivergenceError(message(owner, what, [parted[r] for r in sorted(parted)], fix))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process group that these turns were made in is still there."""
+        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+
+    def leave(self) -> None:
+        """Tells the others that this rank is in no further turn."""
+        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone is nobody's any more
+            self._say(left=True)
+
+    def _say(self, left: bool = False) -> None:
+        assert self._store is not None
+        note = {"number": self._number, "kind": self._kind, "about": self._about, "left": left, "process": [*_host(), os.getpid()]}
+        self._store.set(_place(self._rank), json.dumps(note))
+        self._said = True
+
+
+_open: list[Turns] = []
+
+
+def latest() -> Turns | None:
+    """Of the mesh that was made last, if it has several ranks and is open."""
+    return next((turns for turns in reversed(_open) if turns.is_open), None)
+
+
+@atexit.register
+def leave_all() -> None:
+    """Called by `close_mesh`, and when the process ends."""
+    while _open:
+        if (turns := _open.pop()).is_open:
+            turns.leave()
+
+
+def _host() -> tuple[str, str]:
+    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", str(os.getpid())
+
+
+def _has_died(process: Sequence[Any]) -> bool:
+    """Whether a process of this host is gone, or waits for its parent to hear of it."""
+    *host, number = process
+    if tuple(host) != _host():
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _place(rank: int) -> str:
+    return f"fzero/turns/of/{rank}"
