@@ -55,7 +55,7 @@ class _OfTarget:
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind: a100,memory_bytes=40GB,disk_read=3GB"""
     budget: Annotated[str | None, _BUDGET] = None
-    """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
+    """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     host_budget: Annotated[str | None, _BUDGET] = None
     """host memory a rank may use, where the host's is another than the device's"""
     disk_budget: Annotated[str | None, _BUDGET] = None
