@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from typing import Any
 
 import pytest
+import torch
 
+import fzero as fz
 from fzero import progress
 
 
@@ -45,3 +48,17 @@ def test_what_raises_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyError
     with progress.shown("build", lambda: "", _Terminal()):
         assert [t for t in threading.enumerate() if t.name == "build"]
+
+
+def test_a_step_says_that_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setenv("FZERO_PROGRESS", "on")
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+
+    def slow(p: Any, x: Any) -> Any:
+        assert terminal.written.wait(60), "while it is traced"
+        return (x @ p["w"]).square().mean()
+
+    train = fz.compile(fz.train_step(slow, fz.optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+    train(train.init({"w": torch.eye(4)}), torch.ones(2, 4))
+    assert "fzero.compile: 0 s, tracing and planning slow" in terminal.getvalue()

@@ -80,7 +80,7 @@ class _OfTarget:
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         step, params, batch = load(self.target)
         searched = isinstance(step, Step) and auto_of(step) is not None  # says itself how far it is
-        with users_code(self.target), contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "traced and planned"):
+        with users_code(self.target), contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "tracing and planning"):
             return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
 
 

@@ -58,7 +58,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: C
             compile_ = _compile_apart if device.type == "cpu" else _compile_here
             built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
 
-    far = shown("fzero.compile", lambda: f"{num_ready} of the {num_compiled} functions that rank 0 compiles are ready")
+    far = shown("fzero.compile", lambda: f"compiling, {num_ready} of {num_compiled} functions are ready")
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
