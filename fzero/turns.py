@@ -59,9 +59,10 @@ class Turns:
                 self._store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
-            raise DivergenceError(
-                message(owner, "not every rank has come", [f"a rank did not come in {self._timeout:g} s"], "look at the other ranks' errors first")
-            )
+            places = {r: json.loads(self._store.get(_place(r)))["number"] if self._store.check([_place(r)]) else 0 for r in range(self._size)}
+            came = [f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number]
+            fix = "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if rank == 0`: all of them take part"
+            raise DivergenceError(message(owner, f"not every rank has come: {self._about}", came, fix))
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
         """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
