@@ -104,15 +104,14 @@ class Turns:
         with contextlib.suppress(dist.DistError):  # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
                 self._say()
+            if self._store.check([_ENDED]):  # before the others' notes are read: who ended a turn because ranks had parted has read them
+                self._ended = self._store.get(_ENDED).decode()
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([_place(rank)]):
                     others[rank] = json.loads(self._store.get(_place(rank)))
         parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if not parted:
-            with contextlib.suppress(dist.DistError):
-                if self._store.check([_ENDED]):
-                    self._ended = self._store.get(_ENDED).decode()
             self.check(owner)
         if parted or gone:
             parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
