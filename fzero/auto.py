@@ -111,7 +111,7 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
     if not batch:
         problems.append("batch: where the state rests is decided before the first batch is seen, and without one it is not known what the step takes")
     if problems:
-        fix = 'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch), and fz.offload("auto", path="/scratch") for a disk'
+        fix = 'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and fz.offload("auto", path="/scratch") for a disk'
         raise FzeroValueError(message("offload", "'auto' chooses what fits into budgets", problems, fix))
 
 

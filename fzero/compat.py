@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -92,10 +93,13 @@ def new_fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, dev
 
 def attributes(x: torch.Tensor) -> list[str]:
     """The attributes that someone has set on a tensor."""
-    return [name for name in x.__dict__ if name not in _OF_FAKES] if x.__dict__ else []
+    return [name for name in x.__dict__ if name not in _of_fakes()] if x.__dict__ else []
 
 
-_OF_FAKES = frozenset(new_fake(FakeTensorMode(), (), torch.float32, "cpu").__dict__)
+@functools.cache
+def _of_fakes() -> frozenset[str]:
+    """The attributes that every fake tensor has. Asked when they are needed: a FakeTensorMode imports Dynamo."""
+    return frozenset(new_fake(FakeTensorMode(), (), torch.float32, "cpu").__dict__)
 
 
 def functorch_active() -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero import tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
@@ -227,7 +229,7 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
     if not any(trains):
         raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
     opt_state = opt_state_inputs(step, mesh, params)
-    with uncollected():
+    with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched = lower_train(
             Training(
                 name=step.name,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fzero import compat, launcher
 from fzero.arguments import flag, number
-from fzero.errors import BusyError, DivergenceError, FzeroValueError, message
+from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
@@ -205,6 +205,15 @@ class Mesh(AbstractMesh):
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         """Itself: a copy of a state lives on the same devices and in the same process groups."""
         return self
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled, and so do the tensors of a state, which know the mesh that they are on.
+
+        Raises:
+            FzeroTypeError: always.
+        """
+        fix = "fz.checkpoint.save(path, state) saves a state; the leaves of train.gather(state) are whole tensors, which torch.save takes"
+        raise FzeroTypeError(message("mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix))
 
 
 def make_mesh(

@@ -1,10 +1,16 @@
-"""A line that says how far a search is: again and again over itself on a terminal, elsewhere a plain line seldom, and none of what is soon done."""
+"""A line that says how far what takes long is: again and again over itself on a terminal, elsewhere a plain line seldom, and none of what is soon done.
+
+With `FZERO_PROGRESS=off` in the environment there is none.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 FIRST, OFTEN, SELDOM = 1.0, 0.2, 15.0
@@ -15,7 +21,7 @@ class Progress:
     """Lines on a stream.
 
     Args:
-        what: that is searched for, at the beginning of each line.
+        what: that is done, at the beginning of each line.
         stream: by default stderr.
         clock: seconds, of any beginning.
     """
@@ -23,13 +29,13 @@ class Progress:
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._what, self._stream, self._clock = what, stream or sys.stderr, clock
         self._begin, self._shown, self._width = clock(), 0.0, 0
-        self._terminal = self._stream.isatty()
+        self._terminal, self._off = self._stream.isatty(), os.environ.get("FZERO_PROGRESS") == "off"
 
     def __call__(self, text: str) -> None:
         """Shows how far it is, if that is due."""
         elapsed = self._clock() - self._begin
         due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST if self._terminal else SELDOM
-        if elapsed >= due:
+        if elapsed >= due and not self._off:
             self._shown = elapsed
             line = f"{self._what}: {elapsed:.0f} s, {text}"
             self._stream.write(f"\r{line:{self._width}}" if self._terminal else f"{line}\n")
@@ -41,3 +47,36 @@ class Progress:
         if self._terminal and self._width:
             self._stream.write(f"\r{'':{self._width}}\r")
             self._stream.flush()
+
+
+@contextmanager
+def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
+    """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is being shown: nothing.
+
+    Args:
+        what: that is done.
+        text: called in a thread beside it.
+        stream: as for `Progress`.
+    """
+    progress, over = Progress(what, stream), threading.Event()
+    if not _ONE.acquire(blocking=False):
+        yield
+        return
+
+    def tell() -> None:
+        while not over.wait(OFTEN):
+            progress(text())
+
+    thread = threading.Thread(target=tell, name=what, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        progress.close()
+        _ONE.release()
+
+
+_ONE = threading.Lock()
+"""Held by what is being shown: two lines on one terminal would write over each other."""

@@ -121,11 +121,12 @@ class Step:
         params = tree.unflatten(structure, [copies.setdefault(i, leaves[i].detach().clone()) for i in ties(leaves)])
         return State(torch.zeros((), dtype=torch.int64), params, self.optimizer.init(self.optimized(params)), fzrandom.fold_in(key, INIT_STREAM), {})
 
-    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
         """One step, eagerly, on one device, the whole batch at once: what every transform of it must equal.
 
         Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`.
         """
+        check_one_batch(more)
         check_state(state, "make one with step.init")
         check_batch(batch)
         check_bare(batch, tree.leaves(batch))
@@ -222,23 +223,33 @@ def train_step(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
+    fix = "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in path"
     if callable(loss_fn) and not _takes(loss_fn):
-        problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
+        if isinstance(loss_fn, torch.nn.Module):
+            problems.append(f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not take (params, batch)")
+            fix = "write a loss_fn(params, batch) with torch.func.functional_call(module, params, inputs); params: dict(module.named_parameters())"
+        else:
+            problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        fix = "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in path"
         raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
     if not is_transformation(optimizer):
-        raise FzeroTypeError(
-            message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix="pass a pair of init and update, e.g. optim.adamw(3e-4)")
-        )
+        fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
+        raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 
 
 def eval_step(fn: Callable[..., Any]) -> EvalStep:
     """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
 
-    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own.
+    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See docs/evaluation.md.
+
+    Args:
+        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a pytree of tensors: no gradient is taken.
+            It gets no key: what is drawn in an evaluation comes from a key that is one of its arguments.
+
+    Raises:
+        FzeroTypeError: a function that cannot be called so.
 
     Example:
         >>> import torch
@@ -246,8 +257,12 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         tensor([2., 2., 2.])
     """
     problems = [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    fix = "write fn(params, *batch), e.g. the loss function"
+    if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
+        problems = [f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"]
+        fix = "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, key: loss_fn(params, batch, key=key))"
     if problems:
-        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, "write fn(params, *batch), e.g. the loss function"))
+        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, fix))
     return EvalStep(fn)
 
 
@@ -350,6 +365,13 @@ def _not_dense(value: Any, root: str) -> list[str]:
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, type(x).__name__ if not isinstance(x, torch.Tensor) else "" if x.layout is torch.strided else str(x.layout)) for p, x in named]
     return [f"{p}: {kind}" for p, kind in kinds if kind]
+
+
+def check_one_batch(more: tuple[Any, ...]) -> None:
+    """Raises if a training step is given more than a state and a batch."""
+    if more:
+        what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
+        raise FzeroTypeError(message("step", what, fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))"))
 
 
 def check_batch(batch: Any) -> None:

@@ -37,6 +37,7 @@ def pytest_configure() -> None:
     """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE to keep them from run to run."""
     global _inductor_cache
     torch.set_num_threads(1)  # as on every rank: with more, a matrix product sums in another order
+    os.environ["FZERO_PROGRESS"] = "off"  # what says how long it takes depends on how long it takes
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         _inductor_cache = tempfile.TemporaryDirectory(prefix="fzero-inductor-", ignore_cleanup_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name

@@ -59,7 +59,12 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     # functions, and what they take
     (lambda: fz.train_step(loss, optim.sgd(0.1), has_aux="yes"), "has_aux='yes': neither True nor False"),
     (lambda: fz.train_step(loss, optim.sgd(0.1), trainable=lambda p: True), "trainable=<lambda>(p): a predicate is a function of (path, leaf)"),
-    (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "does not take (params, batch)"),
+    (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "loss_fn is the module Linear(input: "),
+    (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "with torch.func.functional_call(module, params, inputs)"),
+    (lambda: fz.train_step(loss, (optim.sgd(0.1).init, optim.sgd(0.1).update)), "as optim.GradientTransformation(init, update)"),
+    (lambda: STEP(STEP.init(PARAMS), X, X), "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree"),
+    (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key of its own"),
+    (lambda: fz.compose(fz.accumulate)(STEP), "cannot cut a batch into None micro-batches\nFix: give a whole number of at least 1: fz.accumulate(4)"),
     (lambda: fz.eval_step(3), "fn=3: must be a function of (params, ...)"),
     (lambda: fz.eval_step(lambda: 3), "must be a function of (params, ...)"),
     (lambda: fz.eval_step(STEP), "fn is Step, a step"),

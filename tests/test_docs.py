@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import doctest
+import inspect
 import io
 import os
 import re
@@ -124,6 +125,14 @@ def test_every_transform_has_a_page() -> None:
         return {kind.name} - {""} | {n for sub in kind.__subclasses__() for n in kinds(sub)}
 
     assert kinds(Transform) == {p.stem for p in PAGES if p.parent.name == "transforms"}
+
+
+def test_every_public_name_is_among_the_signatures() -> None:
+    page = (DOCS / "api.md").read_text()
+    modules = {"fz": fz, "optim": fz.optim, "fz.data": fz.data, "fz.checkpoint": fz.checkpoint, "fz.testing": fz.testing}
+    names = {f"{m}.{name}" for m, module in modules.items() for name in module.__all__ if not inspect.ismodule(getattr(module, name))}
+    names |= {f"fz.errors.{name}" for name in vars(fz.errors) if name.endswith("Error")} | {"optim.Schedule"}
+    assert not [name for name in sorted(names) if not re.search(rf"(^|`){re.escape(name)}\b", page, re.MULTILINE)]
 
 
 def _anchors(page: str) -> set[str]:

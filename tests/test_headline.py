@@ -86,7 +86,8 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 
 
-def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere() -> None:
+def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FZERO_PROGRESS", raising=False)
     for terminal in (True, False):
         stream, now = io.StringIO(), [0.0]
         stream.isatty = lambda terminal=terminal: terminal  # type: ignore[method-assign]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -49,6 +52,9 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "save to a file": (lambda train, state, run: fz.checkpoint.save(__file__, state), f"fzero.checkpoint.save: {__file__} is not a directory"),
     "too few arguments": (lambda train, state, run: run(state.params, (X, X)), "fzero.eval_step: _predict(p: "),
     "too many arguments": (lambda train, state, run: run(state.params, X, X, X), "and 3 more arguments\n  too many positional arguments\nFix: "),
+    "a batch in parts": (lambda train, state, run: train(state, X, X), "fzero.step: takes a state and one batch, not 1 argument more"),
+    "a pickled state": (lambda train, state, run: pickle.dumps(state), "fzero.mesh: .* is not pickled, .*\nFix: fz.checkpoint.save(path, state)"),
+    "torch.save of a leaf": (lambda train, state, run: torch.save(state.params, io.BytesIO()), "Fix: fz.checkpoint.save(path, state)"),
     "too few, uncompiled": (lambda train, state, run: fz.eval_step(_predict)(state.params, X), "1 more argument\n  missing a required argument: 'y'"),
     "too few, lowered": (lambda train, state, run: fz.lower(fz.eval_step(_predict), train.mesh, META, (X,)), "missing a required argument: 'y'"),
 }
@@ -78,6 +84,9 @@ def test_calls(made: Any) -> None:
     for call, words in CASES.values():
         _raises(lambda call=call: call(*made), words)
     train, state, run = made
+    whole = io.BytesIO()
+    torch.save(train.gather(state).params, whole)
+    assert torch.equal(torch.load(io.BytesIO(whole.getvalue()))["w"], state.params["w"]), "what is gathered is plain tensors"
     assert int(train(state, X)[0].step) == 1 and run(state.params, X, X).isfinite(), "nothing of it has done harm"
 
 
@@ -157,3 +166,76 @@ def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: P
             assert text == "", "whole leaves are on every rank"
         else:
             assert "rank 1 did not come in 2 s" in text and text.startswith("fzero.gather: ") and "Fix: call gather on every rank" in text
+
+
+def _saves_alone(folder: str) -> str:
+    """Rank 0 saves, as scripts of other libraries do; the other goes on."""
+    mesh = fz.make_mesh(timeout=2)
+    train = fz.compile(fz.shard_params(fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    fz.checkpoint.save(f"{folder}/run", state)
+    fz.checkpoint.save(f"{folder}/run", state)
+    (waits := Path(folder) / "waits").mkdir(exist_ok=True)
+    with ending(str(waits), last=mesh.rank == 1):
+        if mesh.rank == 0:
+            try:
+                fz.checkpoint.save(f"{folder}/alone", state)
+            except fz.errors.DivergenceError as error:
+                return str(error)
+    return ""
+
+
+def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
+    text, _ = run_ranks(2, _saves_alone, str(tmp_path))
+    assert "rank 1 did not come in 2 s" in text and text.startswith("fzero.checkpoint.save: ") and "Fix: call fz.checkpoint.save on every rank" in text
+    assert not (tmp_path / "alone").exists() and fz.checkpoint.latest(tmp_path / "run") is not None
+
+
+def _evaluates() -> list[str]:
+    """What the log says of evaluations of a mean over a rank's part, and of one over all of them."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fzero").addHandler(handler)
+    mesh = fz.make_mesh()
+    x = torch.full((2, 4), float(mesh.rank))
+
+    def mean(p: Any, x: torch.Tensor) -> Any:
+        return (x @ p["w"]).mean(), x
+
+    def of_all(p: Any, x: torch.Tensor) -> Any:
+        return fz.weighted((x @ p["w"]).sum(), x.numel()), x
+
+    for fn, want in ((of_all, 0.5), (mean, float(mesh.rank))):
+        evaluate = fz.compile(fz.data_parallel(fz.eval_step(fn)), mesh, backend="eager")
+        for _ in range(2):
+            assert evaluate({"w": torch.eye(4)}, x)[0] == want
+    logging.getLogger("fzero").removeHandler(handler)
+    return said
+
+
+def test_an_evaluation_of_each_ranks_own_mean_says_so_once(run_ranks: Any) -> None:
+    first, other = run_ranks(2, _evaluates)
+    assert first == ["mean: 1 of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) is the mean over all ranks"]
+    assert other == []
+
+
+def test_a_step_trains_under_no_grad(made: Any) -> None:
+    x = torch.ones(3, 4)
+    train = fz.compile(fz.train_step(_loss, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+    found = []
+    for grads in (torch.enable_grad(), torch.no_grad()):
+        with grads:
+            state, _ = train(train.init({"w": torch.eye(4)}), x)
+        found.append(state.params["w"])
+    assert torch.equal(*found) and not torch.equal(found[0], torch.eye(4))
+
+
+def test_a_module_given_to_a_block_names_functional_call() -> None:
+    class Layer(torch.nn.Linear):
+        forward = fz.block(torch.nn.Linear.forward)
+
+    layer = Layer(4, 4)
+    step = fz.train_step(lambda p, x: torch.func.functional_call(layer, p, (x,)).square().mean(), optim.sgd(0.1))
+    params = {name: x.detach() for name, x in layer.named_parameters()}
+    _raises(lambda: fz.lower(step, fz.AbstractMesh(data=1), params, X), "params: Layer\nFix: give the layer's tensors: fz.block(")

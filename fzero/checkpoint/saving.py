@@ -29,9 +29,9 @@ from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError, DivergenceError, message
 from fzero.layout import extent_of, leaf_of
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, absent
 from fzero.step import lasting
 
 
@@ -69,7 +69,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
         check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a checkpoint that one of them
             wrote. It reads those leaves once, where they are, except for leaves on disk, which are not compared.
 
-    Communication: four exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
+    Communication: a few bytes through the store; four exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
         and of a whole leaf, spread over the ranks by size.
 
     Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk.
@@ -78,6 +78,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
         CheckpointError: on every rank, if anything failed on any; names each failing rank. The previous checkpoint is
             then still valid and the latest, and nothing is left of the new one (or, if only the deletion of older ones
             failed, the new one is valid and the latest, and the error says so). Replicas that differ, by leaf and rank.
+        DivergenceError: ranks that did not call it within the mesh's timeout, by name.
 
     Example:
         >>> import tempfile, typing
@@ -88,7 +89,22 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
     """
     mesh = next((tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None)
     with contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save"):
+        if mesh is not None and mesh.size > 1:
+            _all_come(mesh)
         return save_as(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas)
+
+
+def _all_come(mesh: Mesh) -> None:
+    """Raises, naming them, if ranks do not come to save within the mesh's timeout: in a collective this rank would wait for them without a word."""
+    turn = mesh.store.add(f"fzero/checkpoint/saves/{mesh.rank}", 1)
+    keys = [f"fzero/checkpoint/saves/{turn}/{rank}" for rank in range(mesh.size)]
+    mesh.store.set(keys[mesh.rank], "")
+    if missing := absent(mesh.store, keys, mesh.timeout):
+        problems = [f"rank {rank} did not come in {mesh.timeout:g} s" for rank in missing]
+        fix = "call fz.checkpoint.save on every rank, outside of `if rank == 0`: each writes the shards that it holds"
+        raise DivergenceError(message("checkpoint.save", "not every rank saves", problems, fix))
+    if turn > 1:  # all have come here, and so have left the save before
+        mesh.store.delete_key(f"fzero/checkpoint/saves/{turn - 1}/{mesh.rank}")
 
 
 def save_as(

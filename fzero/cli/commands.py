@@ -21,9 +21,11 @@ from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, message
+from fzero.leaves import auto_of
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.program.show import show
+from fzero.progress import shown
 from fzero.runtime.calibrate import calibrate
 from fzero.runtime.measure import SCRATCH
 from fzero.schedule.calibration import calibration_path, elsewhere
@@ -53,7 +55,7 @@ class _OfTarget:
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind: a100,memory_bytes=40GB,disk_read=3GB"""
     budget: Annotated[str | None, _BUDGET] = None
-    """memory a rank may use, e.g. 80GB or 24GiB: the fastest program that fits is chosen"""
+    """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     host_budget: Annotated[str | None, _BUDGET] = None
     """host memory a rank may use, where the host's is another than the device's"""
     disk_budget: Annotated[str | None, _BUDGET] = None
@@ -77,7 +79,8 @@ class _OfTarget:
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         step, params, batch = load(self.target)
-        with users_code(self.target):
+        searched = isinstance(step, Step) and auto_of(step) is not None  # says itself how far it is
+        with users_code(self.target), contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "tracing and planning"):
             return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
 
 
@@ -185,7 +188,8 @@ class Check:
             if not isinstance(step, Step):
                 raise UsageError(message("check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"))
             params, batch, num_drawn = with_values(params, batch, mesh.rank)
-            with users_code(self.target):
+            far = shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf") if mesh.rank == 0 else contextlib.nullcontext()
+            with users_code(self.target), far:
                 found = check_equivalent(step, params, batch, mesh, steps=self.steps, backend=self.backend, raises=False)
         finally:
             close_mesh()

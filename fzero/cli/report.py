@@ -35,7 +35,7 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
             fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
         else:
             more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
-            fits.append(f"does not fit {has}: {more}. Fix: --budget {memory} looks for what does, and says what would help")
+            fits.append(f"does not fit {has}: {more}. Fix: --budget {memory / 1e9:g}GB looks for what does, and says what would help")
     return _print(tables(plan), "\n".join(fits))
 
 

@@ -158,10 +158,13 @@ class Blocks:
         number = {id(x): i for i, x in enumerate(given)}
         places = [number.get(id(x)) for x in flat]
         tensors = [_resolved(x) for x in given]
-        wrong = [p for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
+        wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
         wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
         if wrong:
-            raise TraceError(message(owner, "takes tensors and hashable constants", wrong, "make parameters tensors; pass settings as numbers or strings"))
+            fix = "make parameters tensors; pass settings as numbers or strings"
+            if any(isinstance(x, torch.nn.Module) for x in flat):
+                fix = "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
+            raise TraceError(message(owner, "takes tensors and hashable constants", wrong, fix))
         if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))

@@ -174,7 +174,8 @@ class Recorder(compat.TorchDispatchMode):
                     self.owner,
                     "reads a tensor that is not one of its arguments",
                     self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
-                    "pass it in: as a parameter if it is trained or checkpointed, as part of the batch, or make it inside the function",
+                    "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, leaf: 'mask' not in path)), "
+                    "as part of the batch, or make it inside the function",
                 )
             )
         return found

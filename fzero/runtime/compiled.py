@@ -5,6 +5,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fzero.program.ir import Program
 from fzero.program.settings import Settings, changes, numbers_in, settings
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
+from fzero.progress import shown
 from fzero.runtime import agree, deterministic
 from fzero.runtime.build import build, check_backend
 from fzero.runtime.cache import logger
@@ -187,7 +189,8 @@ class Compiled:
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
-        lowered = replace(self._lower(params, batch), chosen=self._chosen)
+        with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else contextlib.nullcontext():
+            lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}

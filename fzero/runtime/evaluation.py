@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.leaves import abstract_params, params_inputs
+from fzero.lower import Lowered
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
+from fzero.runtime.cache import logger
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.states import Last, check_values, differences, placed_inputs, unplaced
 from fzero.step import EvalStep, check_params
@@ -27,11 +30,13 @@ class CompiledEval(Compiled):
 
     @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The outputs of `fn(params, *batch)`.
+        """The outputs of `fn(params, *batch)`: those that are `fz.weighted` of the whole mesh, all others of this rank's part.
 
         Args:
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
             *batch: this rank's part of every argument.
+
+        A number that is this rank's own, such as a mean over its part, is said in the log `fzero` when the program is built.
 
         Raises:
             FzeroValueError: parameters laid out for another evaluation.
@@ -46,6 +51,15 @@ class CompiledEval(Compiled):
         with torch.no_grad():
             outputs = run(params, batch)
         return tree.unflatten(lowered.structure, outputs)
+
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch)
+        made = lowered.program.values()
+        own = [x for name in lowered.program.outputs if (x := made[name]).placement.kind == "local" and not x.shape and x.dtype.is_floating_point]
+        if own and self.mesh.size > 1 and self.mesh.rank == 0:
+            text = "%s: %d of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) is the mean over all ranks"
+            logger.warning(text, self.step.name, len(own))
+        return lowered, built
 
     def _expect(self, params: Any) -> Inputs:
         check_params(params)

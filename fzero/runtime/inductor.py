@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
+from fzero.progress import shown
 from fzero.runtime import kernels, sent, worker
 from fzero.runtime.cache import Cache, Entry, host, key, logger, open_cache
 from fzero.runtime.execute import as_called
@@ -36,36 +37,39 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: C
     built = load(cache) if cache is not None else {}
     share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
     mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
-    num_compiled = 0
+    num_compiled = num_ready = 0
 
     def make(cache: Cache, names: set[str]) -> None:
         """Compiles functions, each key once, and loads all that the cache holds then."""
-        nonlocal num_compiled
+        nonlocal num_compiled, num_ready
         jobs = {keys[n]: n for n in functions if n in names}
-        counter = itertools.count(1)
+        num_ready = 0
 
         def done(name: str) -> None:
-            count = next(counter)
+            nonlocal num_ready
+            num_ready += 1
             if progress is not None:
-                progress(count, len(jobs), name)
+                progress(num_ready, len(jobs), name)
             else:
-                logger.info("compiled %d of %d: %s, %.1f s", count, len(jobs), name, time.perf_counter() - start)
+                logger.info("compiled %d of %d: %s, %.1f s", num_ready, len(jobs), name, time.perf_counter() - start)
 
         if jobs:
             num_compiled += len(jobs)
             compile_ = _compile_apart if device.type == "cpu" else _compile_here
             built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
 
-    if cache is not None:
-        with share.delivering():
-            make(cache, {n for n in functions if n not in built and keys[n] in mine})
-        share.wait()
-        built |= load(cache, built)
-    if len(built) < len(functions):  # the cache is off, too small, or someone clears it
-        with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
-            own = Cache(Path(folder))
-            make(own, set(functions) - set(built))
-            built |= load(own, built)
+    far = shown("fzero.compile", lambda: f"compiling, {num_ready} of {num_compiled} functions are ready")
+    with far if mesh.rank == 0 else contextlib.nullcontext():
+        if cache is not None:
+            with share.delivering():
+                make(cache, {n for n in functions if n not in built and keys[n] in mine})
+            share.wait()
+            built |= load(cache, built)
+        if len(built) < len(functions):  # the cache is off, too small, or someone clears it
+            with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
+                own = Cache(Path(folder))
+                make(own, set(functions) - set(built))
+                built |= load(own, built)
     logger.info("%d functions are ready after %.1f s, %d of them compiled by rank %d", len(functions), time.perf_counter() - start, num_compiled, mesh.rank)
     return built
 

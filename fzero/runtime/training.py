@@ -27,7 +27,7 @@ from fzero.runtime.safer import Safer
 from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_values, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.schedule.timeline import Event
-from fzero.step import INIT_STREAM, State, Step, check_params, check_state, lasting
+from fzero.step import INIT_STREAM, State, Step, check_one_batch, check_params, check_state, lasting
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
@@ -191,7 +191,7 @@ class CompiledStep(Compiled):
             return gather.whole(state, self.mesh)
 
     @alone("step")
-    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
         """One step. `state` is donated: its tensors are written in place and are those of the returned state.
 
         Args:
@@ -204,6 +204,7 @@ class CompiledStep(Compiled):
             (docs/transforms/offload.md).
 
         Raises:
+            FzeroTypeError: more arguments than a state and one batch.
             FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
                 values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says; ranks that make different calls; a
@@ -211,6 +212,7 @@ class CompiledStep(Compiled):
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
+        check_one_batch(more)
         lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
         batch = tree.unflatten(structure, self._on_device(batch, flat))

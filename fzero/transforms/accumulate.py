@@ -60,7 +60,7 @@ class Accumulate(Transform):
         return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
 
 
-def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool = False, whole: Where | None = None) -> Any:
+def accumulate(step: Any = None, num_micro_batches: int | None = None, *, vertical: bool = False, whole: Where | None = None) -> Any:
     """Cuts each rank's batch into `num_micro_batches` along dim 0 and runs them one after the other.
 
     Equal to the untransformed step up to the order of summation: a mean is the mean over the whole batch, a `weighted` loss is
@@ -83,14 +83,15 @@ def accumulate(step: Any = None, num_micro_batches: int = 1, *, vertical: bool =
         gradients, the sum and one micro-batch's, and those of a parameter that several blocks read, from each of them, of all micro-batches.
 
     Raises:
-        FzeroValueError: a number below 1; when the program is built, a batch that it does not divide, or whose leaves have different numbers of rows.
+        FzeroValueError: no number, or one below 1; when the program is built, a batch that it does not divide, or whose leaves have different numbers of rows.
         FzeroTypeError: a `whole` that is no function.
         TransformError: a step of `eval_step`, which has no micro-batches.
     """
     if isinstance(step, int):
         step, num_micro_batches = None, step
-    if count("num_micro_batches", num_micro_batches):
-        raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix="give a whole number of at least 1"))
+    if num_micro_batches is None or count("num_micro_batches", num_micro_batches):
+        fix = "give a whole number of at least 1: fz.accumulate(4)" if num_micro_batches is None else "give a whole number of at least 1"
+        raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix))
     if problems := flag("vertical", vertical):
         raise FzeroValueError(message("accumulate", "these arguments cannot work", problems, "e.g. fz.accumulate(4, vertical=True)"))
     if problems := predicate("whole", whole):

@@ -1,0 +1,64 @@
+"""Lines that say how long something has been going on."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import progress
+
+
+class _Terminal(io.StringIO):
+    """A terminal, and when something has been written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+
+def test_what_takes_long_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "OFTEN", 0.001)
+    for setting in ("on", "off"):
+        monkeypatch.setenv("FZERO_PROGRESS", setting)
+        outer, inner = _Terminal(), _Terminal()
+        with progress.shown("build", lambda: "1 of 3 ready", outer), progress.shown("plan", lambda: "planned", inner):
+            assert outer.written.wait(0.05 if setting == "off" else 60) == (setting == "on")
+        text: Any = outer.getvalue()
+        assert ("build: 0 s, 1 of 3 ready" in text and text.endswith("\r")) if setting == "on" else not text
+        assert not inner.getvalue(), "of two, one inside the other, the outer is shown"
+        assert not [t for t in threading.enumerate() if t.name in ("build", "plan")]
+
+
+def test_what_raises_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError), progress.shown("build", lambda: "", _Terminal()):
+        raise KeyError
+    with progress.shown("build", lambda: "", _Terminal()):
+        assert [t for t in threading.enumerate() if t.name == "build"]
+
+
+def test_a_step_says_that_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setenv("FZERO_PROGRESS", "on")
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+
+    def slow(p: Any, x: Any) -> Any:
+        assert terminal.written.wait(60), "while it is traced"
+        return (x @ p["w"]).square().mean()
+
+    train = fz.compile(fz.train_step(slow, fz.optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+    train(train.init({"w": torch.eye(4)}), torch.ones(2, 4))
+    assert "fzero.compile: 0 s, tracing and planning slow" in terminal.getvalue()
