@@ -6,7 +6,6 @@ row-major order of the axes as given. A mesh of one device needs no process grou
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import importlib.util
@@ -15,9 +14,8 @@ import math
 import os
 import secrets
 import socket
-import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
+from fzero.exclusive import Exclusive, Holding
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
@@ -102,7 +101,7 @@ class Mesh(AbstractMesh):
     joined: Any = None  # the default process group it was made in
     _store: Any = None
     _turns: Any = None
-    turn: threading.Lock = field(default_factory=threading.Lock)  # held by what has the mesh to itself
+    exclusive: Exclusive = field(default_factory=Exclusive)  # of what has the mesh to itself
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
         object.__setattr__(self, "_turns", None)
-        object.__setattr__(self, "turn", threading.Lock())
+        object.__setattr__(self, "exclusive", Exclusive())
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -177,9 +176,8 @@ class Mesh(AbstractMesh):
             fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
             raise FzeroValueError(message("mesh", f"the mesh {self} is closed", fix=fix))
 
-    @contextlib.contextmanager
-    def alone(self, owner: str) -> Iterator[None]:
-        """What runs here has the mesh to itself: what steps share is not for two threads, and a step writes its state in place. Microseconds.
+    def alone(self, owner: str) -> Holding:
+        """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes its state in place. Microseconds.
 
         Raises:
             BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order the two otherwise on each rank.
@@ -187,14 +185,13 @@ class Mesh(AbstractMesh):
         """
         if self._turns is not None:
             self._turns.check(owner)
-        if not self.turn.acquire(blocking=False):
+
+        def busy() -> Exception:
             what = "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another thread, or above this call"
             fix = "call these one after the other, from one thread; what another thread is to have, copy first: train.gather(state)"
-            raise BusyError(message(owner, what, fix=fix))
-        try:
-            yield
-        finally:
-            self.turn.release()
+            return BusyError(message(owner, what, fix=fix))
+
+        return Holding(self.exclusive, busy)
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -147,13 +147,14 @@ class Step:
             flatten_means(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
             value = parts.total if parts.count is None else parts.total / parts.count
-            flat = torch.autograd.grad(value, values, allow_unused=True, materialize_grads=True)
+            found = torch.autograd.grad(value, values, allow_unused=True)
         value, aux = value.detach(), tree.map(torch.Tensor.detach, aux)
-        by_index = dict(zip(trained, flat, strict=True))
+        by_index = {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(trained, found, strict=True)}
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
-        new = {**dict(zip(trained, tree.leaves(new_params), strict=True)), **changed}
+        trains = zip(trained, found, tree.leaves(new_params), strict=True)
+        new = {i: x for i, g, x in trains if g is not None} | changed  # as torch.optim leaves those without a gradient
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
         metrics: dict[str, Any] = {"loss": value, "grad_norm": norm, "finite": torch.isfinite(value) & torch.isfinite(norm)}
         if tree.leaves(aux):
@@ -364,7 +365,8 @@ def _not_dense(value: Any, root: str) -> list[str]:
     """What is wrong with the leaves of a tree that should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, type(x).__name__ if not isinstance(x, torch.Tensor) else "" if x.layout is torch.strided else str(x.layout)) for p, x in named]
-    return [f"{p}: {kind}" for p, kind in kinds if kind]
+    odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
+    return [f"{p}: {kind}" for p, kind in kinds if kind] + odd
 
 
 def check_one_batch(more: tuple[Any, ...]) -> None:

@@ -81,6 +81,12 @@ def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:
     return optree.tree_accessors(tree, namespace=_NAMESPACE)
 
 
+def unnamed(tree: Tree, root: str = "") -> list[str]:
+    """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers."""
+    keys = [[x.entry for x in accessor if isinstance(x, optree.MappingEntry)] for accessor in _accessors(tree)]
+    return [p for p, own in zip(paths(tree, root), keys, strict=True) if any(type(k) not in (str, int, bool, type(None)) for k in own)]
+
+
 def _key(entry: Any) -> str:
     if isinstance(entry, (optree.NamedTupleEntry, optree.DataclassEntry)):
         return str(entry.field)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fzero.errors import DivergenceError, message
 
 _ENDED = "fzero/turns/ended"
+_FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
 _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
 
 
@@ -71,7 +72,8 @@ class Turns:
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
         """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
         assert self._store is not None
-        deadline, looked, nap = time.monotonic() + self._timeout, time.monotonic(), 1e-4
+        deadline, nap = time.monotonic() + self._timeout, 1e-4
+        patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
         left = list(range(len(keys)))
         try:
             while left and not self._store.check([keys[i] for i in left]):
@@ -79,9 +81,9 @@ class Turns:
                     left.pop(0)
                 if time.monotonic() > deadline:
                     return [i for i in left if not self._store.check([keys[i]])]
-                if time.monotonic() - looked > self.pause:
+                if time.monotonic() - looked > patience:
                     self.look(owner)
-                    looked = time.monotonic()
+                    patience, looked = min(2 * patience, self.pause), time.monotonic()
                 time.sleep(nap)
                 nap = min(1.5 * nap, _LONGEST_NAP)
         except (dist.DistError, RuntimeError) as error:

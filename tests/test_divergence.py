@@ -198,8 +198,8 @@ def _second_shape(changed: int) -> None:
 def test_a_second_kind_of_batch_on_one_rank(run_ranks: Any, changed: int) -> None:
     """The other is in a step that it has a program for: both sides say what each does."""
     for r in run_ranks(2, _second_shape, changed, expect_error=True, timeout=60):
-        assert r.type == "DivergenceError" and f"rank {changed}: makes a program" in r.message and f"rank {1 - changed}: runs " in r.message, r
-        assert "one shape" in r.message.splitlines()[-1] and r.message.splitlines()[-1].startswith("Fix: ")
+        assert r.type == "DivergenceError" and f"rank {changed}: makes a program of " in r.message and f"rank {1 - changed}: runs train " in r.message, r
+        assert "batches of one shape" in r.message.splitlines()[-1] and r.message.splitlines()[-1].startswith("Fix: ")
 
 
 def _second_shape_everywhere() -> tuple[int, int]:

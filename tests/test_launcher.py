@@ -81,7 +81,7 @@ def test_only_the_users_lines_stand_above_an_error() -> None:
 
 def test_a_survivor_tells_who_has_left_whichever_rank_it_is(tmp_path: Path) -> None:
     left = ("mesh, train, state = started()", "for _ in range(1000):", "    state, _ = train(state, torch.ones(2, 4))")
-    path = script(tmp_path, *MODEL, *left, "    if RANK == 0 and int(state.step) == 3:", "        os.kill(os.getpid(), signal.SIGKILL)")
+    path = script(tmp_path, *MODEL, *left, "    if RANK == 0 and int(state.step) == 20:", "        os.kill(os.getpid(), signal.SIGKILL)")
     done = run(path)
     assert done.returncode == 1
     assert done.stderr.count("rank 0 has left") == 1 and done.stderr.count("Fix: ") == 1, done.stderr

@@ -91,6 +91,10 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
         yield "no axes", (replace(line, attrs={**line.attrs, "axes": ()}),)
     if "op" in line.attrs:
         yield "an unknown reduction", (replace(line, attrs={**line.attrs, "op": "mean"}),)
+        # of a shard that is already summed over ranks its type does not say how it adds up over micro-batches: left to `check_equivalent`
+        told = all(program.values_by_name[a].placement.partial for a in line.args)
+        for op in {"sum", "max", "min"} - {line.attrs["op"]} if told else ():
+            yield f"a reduction by {op}", (replace(line, attrs={**line.attrs, "op": op}),)
     if "count" in line.attrs:
         yield "another count", (replace(line, attrs={**line.attrs, "count": line.attrs["count"] + 5}),)
     if "micro" in line.attrs and line.op in ("take_part", "part_index"):
@@ -108,6 +112,8 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
         changes |= {} if v.placement.kind == "moving" else {"dtype": other}
         if v.placement.kind == "moving":
             changes = {"placement": Placement()}
+        if v.placement.kind != "whole" or v.placement.partial:
+            yield f"result {i} taken for whole", (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),)
         for what, x in changes.items():
             yield f"result {i} of another {what}", (replace(line, out=(*line.out[:i], replace(v, **{what: x}), *line.out[i + 1 :])),)
     if line.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,36 @@ def test_a_call_that_fails_lets_the_next_one_run() -> None:
     with pytest.raises(fz.errors.FzeroError):
         train(3, torch.ones(2, 3))
     assert int(train(state, torch.ones(2, 3))[0].step) == 1
+
+
+def test_an_interrupt_leaves_nothing_taken() -> None:
+    """Between any two instructions of the call; a lock and its `try` are several."""
+    mesh = fz.make_mesh(data=1)
+
+    def body() -> None:
+        with mesh.alone("test"):
+            pass
+
+    for at in range(200):
+        left = at
+
+        def interrupt(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left < 0:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            body()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        with mesh.alone("test"), pytest.raises(BusyError):
+            mesh.alone("again").__enter__()
+        if left >= 0:
+            break
+    assert 20 < at < 199, "every instruction was tried"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 from test_errors import raises
@@ -125,3 +130,121 @@ def test_a_batch_whose_leaves_have_different_numbers_of_rows(vertical):
     assert torch.allclose(said["loss"], heard["loss"]) and torch.allclose(want.params["w"], got.params["w"])
     fz.testing.check_equivalent(right, WIDE, BATCH, mesh, backend="eager", steps=2)
     assert "whole=<lambda>" in str(right.transforms[0])
+
+
+SWALLOWED = {
+    "item": (lambda y: y.sum().item(), "needs the value of a tensor"),
+    "bool": (lambda y: 1.0 if y.sum() > 0 else 3.0, "needs the value of a tensor"),
+    "numpy": (lambda y: float(y.detach().numpy().sum()), "needs the value of a tensor while being traced (.numpy())"),
+    "draw": (lambda y: torch.rand(()), "draws from torch's global generator"),
+    "data": (lambda y: setattr(y, "data", y * 2), "assigns to .data"),
+    "in a block": (lambda y: fz.block(lambda a: a * a.sum().item())(y), "needs the value of a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+def test_a_refusal_that_the_loss_swallows(case):
+    """In PyTorch nothing would have been raised there, and its `except` not be run."""
+    body, says = SWALLOWED[case]
+
+    def loss(p, x):
+        y = p["w"] * x
+        try:
+            scale = body(y)
+        except Exception:
+            scale = 2.0
+        return (y * scale).square().mean()
+
+    raises(TraceError, lambda: fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X), says)
+
+
+def test_what_fails_in_pytorch_too_may_be_swallowed():
+    def loss(p, x):
+        try:
+            return (torch.ones(3) @ torch.ones(4)) * p["w"].sum()
+        except RuntimeError:
+            return (x @ p["w"]).square().mean()
+
+    assert fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X).program.lines
+
+
+def test_what_the_loss_raises_itself_passes_whatever_it_says():
+    def loss(p, x):
+        raise TypeError("scale(): argument 'rate' is missing")
+
+    with pytest.raises(TypeError, match=r"^scale\(\): argument 'rate' is missing$"):
+        fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X)
+
+
+OWN, NUMPY, COUNT, VALUES, MADE = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100), (float(i) for i in range(100))
+SEEN, LEFT, ARRAY, FLAG = [], [*range(100)], np.zeros(1), {"first": True}
+
+
+def first_time():
+    first, FLAG["first"] = FLAG["first"], False
+    return 5.0 if first else 1.0
+
+
+DRAWS = {
+    "random (Python's generator): drawn from": lambda: random.random(),
+    "numpy.random: drawn from": lambda: np.random.rand(),
+    "OWN: drawn from": lambda: OWN.random(),
+    "NUMPY: drawn from": lambda: NUMPY.random(),
+    "COUNT: drawn from": lambda: next(COUNT),
+    "VALUES: drawn from": lambda: next(VALUES),
+    "MADE: drawn from": lambda: next(MADE),
+    "SEEN: a list of 0 before, a list of 1 now": lambda: SEEN.append(1) or len(SEEN),
+    "LEFT: ": lambda: LEFT.pop(),
+    "ARRAY: ": lambda: float(ARRAY.__iadd__(1)[0]),
+    "FLAG['first']: ": first_time,
+}
+
+
+@pytest.mark.parametrize("says", DRAWS)
+def test_a_loss_that_draws_or_counts_in_python(says):
+    draw = DRAWS[says]
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts, draws or uses something up each time it is called", says, "fz.random")
+
+
+def test_a_tensor_that_the_loss_keeps():
+    """A cache, filled while traced, would hold a tensor without values."""
+    kept = {}
+
+    def loss(p, x):
+        if "scale" not in kept:
+            kept["scale"] = x.square().mean()
+        return (x @ p["w"]).square().mean() * x.abs().max()
+
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "keeps a tensor from call to call", "kept['scale']", "compute it in each call")
+
+
+def test_keys_that_cannot_be_written_down():
+    class Kind(enum.Enum):
+        A = 1
+
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p[Kind.A]).square().mean(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    raises(FzeroTypeError, lambda: train.init({Kind.A: torch.ones(4)}), "a key that is neither a text nor a number")
+
+
+def test_a_batch_that_is_a_conjugate_view():
+    z = torch.complex(X, X + 1)
+
+    def loss(p, z):
+        return (z.imag @ p["w"]).square().mean()
+
+    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    _, metrics = train(train.init(PARAMS), z.conj())
+    torch.testing.assert_close(metrics["loss"], loss(PARAMS, z.conj()))
+
+
+def test_a_step_under_no_grad_is_a_step():
+    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    want, _ = train(train.init(PARAMS), X)
+    for around in (torch.no_grad(), torch.inference_mode()):
+        with around:
+            train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+            state, _ = train(train.init(PARAMS), X)
+        state, _ = train(state, X)
+        assert int(state.step) == 2 and int(want.step) == 1

@@ -29,9 +29,9 @@ from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
-from fzero.errors import CheckpointError, DivergenceError, message
+from fzero.errors import CheckpointError, message
 from fzero.layout import extent_of, leaf_of
-from fzero.mesh import Mesh, absent
+from fzero.mesh import Mesh
 from fzero.step import lasting
 
 
@@ -89,22 +89,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
     """
     mesh = next((tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None)
     with contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save"):
-        if mesh is not None and mesh.size > 1:
-            _all_come(mesh)
         return save_as(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas)
-
-
-def _all_come(mesh: Mesh) -> None:
-    """Raises, naming them, if ranks do not come to save within the mesh's timeout: in a collective this rank would wait for them without a word."""
-    turn = mesh.store.add(f"fzero/checkpoint/saves/{mesh.rank}", 1)
-    keys = [f"fzero/checkpoint/saves/{turn}/{rank}" for rank in range(mesh.size)]
-    mesh.store.set(keys[mesh.rank], "")
-    if missing := absent(mesh.store, keys, mesh.timeout):
-        problems = [f"rank {rank} did not come in {mesh.timeout:g} s" for rank in missing]
-        fix = "call fz.checkpoint.save on every rank, outside of `if rank == 0`: each writes the shards that it holds"
-        raise DivergenceError(message("checkpoint.save", "not every rank saves", problems, fix))
-    if turn > 1:  # all have come here, and so have left the save before
-        mesh.store.delete_key(f"fzero/checkpoint/saves/{turn - 1}/{mesh.rank}")
 
 
 def save_as(

@@ -83,16 +83,9 @@ def lower_train(t: Training) -> Lowered:
         outputs=tuple(v.name for v in update.out),
         functions=functions.by_name,
         owners=_owners(lines, {x.path for x in state}),
-        assigns=_assigned(update),
+        assigns=update.writes,
     )
     return Lowered(program, structure, watched)
-
-
-def _assigned(update: Line) -> tuple[str, ...]:
-    """The leaves that the update gives a new value, be it the same as before: not those that it hands back as they came."""
-    graph: Recorded = update.attrs["graph"]
-    comes = dict(zip(graph.inputs, update.args, strict=True))
-    return tuple(leaf for leaf, node in zip(update.writes, graph.outputs, strict=False) if comes.get(node) != leaf)
 
 
 def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:

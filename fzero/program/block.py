@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -117,7 +117,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
         tracer = _tracer.get()
         if tracer is None or compat.functorch_active() or compat.forward_ad_active():
             return _applied(fn, params, args, kwargs) if _casting.get() else fn(params, *args, **kwargs)
-        return tracer.call(fn, params, args, kwargs)
+        with tracer.recorder.remembering():
+            return tracer.call(fn, params, args, kwargs)
 
     call.__dict__[_BLOCK] = fn
     return call
@@ -136,7 +137,7 @@ class Blocks:
     def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, casts: bool = False, watch: bool = False):
         self.joints: dict[Hashable, Joint] = {}
         self.maxima: list[torch.Tensor] = []
-        self._recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
+        self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self._names = Names()
 
     @contextmanager
@@ -149,7 +150,7 @@ class Blocks:
             _casting.reset(casting)
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._recorder.check_default_dtype()
+        self.recorder.check_default_dtype()
         flat, spec = tree.flatten((params, args, kwargs))
         num_params = len(tree.leaves(params))
         owner = f"block {_name(fn)}"
@@ -165,7 +166,7 @@ class Blocks:
             if any(isinstance(x, torch.nn.Module) for x in flat):
                 fix = "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
             raise TraceError(message(owner, "takes tensors and hashable constants", wrong, fix))
-        if around := [type(mode).__name__ for mode in dispatch_modes(self._recorder)] + saved_tensor_hooks():
+        if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
         if any(map(compat.attributes, given)):
@@ -175,14 +176,15 @@ class Blocks:
         body = _Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
 
         def key() -> Hashable:
-            return (settings(fn, *constants, *function_modes()).facts, spec, tuple(places), signature, grad, body.autocast, tuple(body.switches.items()))
+            of_code, of_arguments = settings(fn, *constants, *function_modes()).facts, (spec, _orders((params, args, kwargs)), tuple(places), signature)
+            return (of_code, of_arguments, grad, body.autocast, tuple(body.switches.items()))
 
-        def trace(name: str) -> Joint:
+        def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
             ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()  # not those of a checkpoint around the call
             with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
-                return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs))
+                return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs), outputs)
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
@@ -201,30 +203,38 @@ class Blocks:
                 self.joints[key()] = joint
         elif _retracing.get():
             compare(joint)
+        now = key()
+
+        def restricted(outputs: tuple[int, ...]) -> Joint:
+            """The block whose backward begins at these of its outputs alone: nothing of what makes the others is differentiated."""
+            if (now, outputs) not in self.joints:
+                self.joints[now, outputs] = trace(joint.name, outputs)
+            return self.joints[now, outputs]
+
         call, self._calls = self._calls, self._calls + 1
         with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
-            outputs = list(_Call.apply(self._recorder, joint, call, body, *tensors)) if joint.num_outputs else []
+            outputs = list(_Call.apply(self.recorder, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
         values = [*given, *outputs]
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:
-                self._recorder.share([values[first], values[i]], owner)
+                self.recorder.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
 
     def _read_outside(self, fn: Any) -> Settings:
         """What the function that is traced reads beside its arguments, outside of blocks."""
         body = fn.func if isinstance(fn, functools.partial) else fn
         owners = [fn, body, getattr(body, "__func__", fn)]
-        return settings(self._recorder.source, strict=False, without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners))
+        return settings(self.recorder.source, strict=False, without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners))
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
         own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
         first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
-        leaves = {i: self._recorder.named(leaf) for i, (_, leaf) in first.items()}
+        leaves = {i: self.recorder.named(leaf) for i, (_, leaf) in first.items()}
         return [first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}" for i in dict.fromkeys(id(x) for _, x in own) for leaf in [leaves[i]]]
 
 
@@ -278,21 +288,32 @@ class _Call(torch.autograd.Function):
     """Ties a block's line into autograd, so that its vjp becomes a line of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, joint: Joint, call: int, body: _Body, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.recorder, ctx.joint, ctx.call, ctx.body = recorder, joint, call, body
+    def forward(
+        ctx: Any, recorder: Recorder, joint: Joint, call: int, body: _Body, restricted: Callable[[tuple[int, ...]], Joint], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = recorder, joint, call, body, restricted, False
+        ctx.set_materialize_grads(False)
         ctx.inputs = [recorder.node(x) for x in inputs]
         ctx.save_for_backward(*inputs)
         outputs = _fresh(joint.graph.outputs[: joint.num_outputs])
-        recorder.call(call_block, (joint, call, *ctx.inputs), outputs)
+        ctx.node = recorder.call(call_block, (joint, call, *ctx.inputs), outputs)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in joint.diff_outputs))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        joint, recorder = ctx.joint, ctx.recorder
-        given = [tangents[i] for i in joint.diff_outputs]
-        if torch.is_grad_enabled() or any(autocast().enabled):  # the line that is recorded has no derivative, and was recorded without autocast
-            grads = _inlined_vjp(ctx, given)
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        recorder, asked = ctx.recorder, {i: x for i, x in enumerate(tangents) if x is not None}
+        given = list(asked.values())
+        if not asked:
+            return (None,) * (5 + ctx.joint.num_inputs)
+        again, ctx.differentiated = ctx.differentiated, True
+        if not again and tuple(asked) != ctx.joint.diff_outputs:  # in PyTorch the others have no backward: zeros in their place may become nan
+            ctx.joint = ctx.restricted(tuple(asked))
+            ctx.node.update_arg(0, ctx.joint)
+        joint = ctx.joint
+        # the line that is recorded has no derivative, was recorded without autocast, and is for these outputs
+        if torch.is_grad_enabled() or any(autocast().enabled) or tuple(asked) != joint.diff_outputs:
+            grads = _inlined_vjp(ctx, asked)
         else:
             grads = _fresh(joint.graph.outputs[joint.num_outputs :])
             places = joint.graph.inputs[joint.num_inputs :]
@@ -301,10 +322,10 @@ class _Call(torch.autograd.Function):
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
         for i, g in zip(joint.diff, grads, strict=True):
             out[i] = g
-        return None, None, None, None, *out
+        return None, None, None, None, None, *out
 
 
-def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as these are."""
     joint, body, now = ctx.joint, ctx.body, switches()
     other = [f"{name}: {then}, and {now[name]} for the derivative" for name, then in body.switches.items() if then != now[name]]
@@ -313,9 +334,9 @@ def _inlined_vjp(ctx: Any, tangents: Sequence[torch.Tensor]) -> Sequence[torch.T
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
         outputs = body(inputs).made
-    wanted = [outputs[i] for i in joint.diff_outputs]
+    wanted = [outputs[i] for i in tangents]
     create_graph = torch.is_grad_enabled()
-    return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], tangents, create_graph=create_graph, allow_unused=True)
+    return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], list(tangents.values()), create_graph=create_graph, allow_unused=True)
 
 
 def _of_results(graph: Recorded) -> Any:
@@ -349,8 +370,10 @@ def _trace(
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
+    of: Collection[int] | None = None,
 ) -> Joint:
-    """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined."""
+    """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined. `of`: the outputs that
+    it has a backward of; None: all that can have one."""
     found: list[_Results] = []
     diff: tuple[int, ...] = ()
     with mode:
@@ -364,7 +387,7 @@ def _trace(
 
         graph = record(forward, primals, owner=body.owner, names=names, source=body.fn, labels=labels, trained=needs)
         results = found[-1]
-        diff_outputs = tuple(i for i, y in enumerate(results.made) if y.requires_grad)
+        diff_outputs = tuple(i for i, y in enumerate(results.made) if y.requires_grad and (of is None or i in of))
         if diff_outputs:
             tangents = [torch.empty_like(results.made[i]) for i in diff_outputs]  # dense
 
@@ -456,6 +479,23 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 _OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"
+
+
+def _orders(values: Any) -> tuple[Any, ...]:
+    """The keys of the dictionaries among a block's arguments, in the order that a loop over them has: to the structure of a tree it is no difference."""
+    found: list[tuple[Any, ...]] = []
+
+    def visit(x: Any) -> None:
+        if isinstance(x, dict):
+            found.append(tuple(x))
+            for value in x.values():
+                visit(value)
+        elif isinstance(x, (list, tuple)):
+            for value in x:
+                visit(value)
+
+    visit(values)
+    return tuple(found)
 
 
 def _where(fn: Any) -> list[str]:

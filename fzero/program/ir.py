@@ -5,7 +5,8 @@
   shard(axes)    each rank holds its flat part of it (fzero/layout.py)
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
-Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes. Only what is not
+Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes, or, `by` another
+reduction, the largest or smallest. Only what is not
 partial may rest in a state, and only a `whole` or a `local` may be returned.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,15 +53,21 @@ from fzero.program.record import Recorded
 
 @dataclass(frozen=True)
 class Placement:
-    """See [Note: placements]. `partial`: the axes over which the value is still to be summed."""
+    """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum", "max" or "min"."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    by: str = "sum"
+
+    def left(self, partial: Iterable[str]) -> Placement:
+        """With these axes left to be reduced over."""
+        partial = tuple(partial)
+        return replace(self, partial=partial, by=self.by if partial else "sum")
 
     def __str__(self) -> str:
         text = f"{self.kind}({', '.join(self.axes)})" if self.axes else self.kind
-        partial = f"partial({', '.join(self.partial)})"
+        partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
         return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
 
 

@@ -118,7 +118,8 @@ def record_update(
         view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
-        new_p, new_o = tree.leaves(new_params), tree.leaves(new_opt)
+        new_o = tree.leaves(new_opt)
+        new_p = [x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)]  # as torch.optim leaves those without a gradient
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -133,7 +134,7 @@ def record_update(
         if scaling is not None and scale_state is not None:
             overflow = torch.logical_not(torch.isfinite(norm))
             old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-            written = [torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            written = [after if after is before else torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
             few, at_minimum = scaling.update(scale_state, overflow)
             metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
         if watched is not None:
@@ -154,6 +155,10 @@ def record_update(
         recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
     targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
+    given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
+    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]  # the others are as they were
+    recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
+    recorded.graph.eliminate_dead_code()
     metric_values = [
         Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
         for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
@@ -168,6 +173,6 @@ def record_update(
             "maxima": tuple(v.name for v in maxima.values()),
             "grads": {params.leaves[i].path: grads[i].name for i in grads},
         },
-        writes=tuple(targets),
+        writes=tuple(target for target, _ in written),
     )
     return line, info["structure"]

@@ -97,6 +97,7 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
         self.failure: Failure | None = None
+        self.refused: Exception | None = None  # what the function may have caught: it runs on, but not as it would in PyTorch
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
         self.source = constants_from
@@ -107,7 +108,6 @@ class Recorder(compat.TorchDispatchMode):
         self._storages: dict[int, str] = {}  # of arguments
         self._shared: dict[int, dict[int, str]] = {}  # storages that stand for one memory, and the blocks that make them so
         self._stale: dict[int, tuple[str, str | None]] = {}  # storages of whose memory another was written, by which block and where
-        self._refusal: TraceError | None = None
         self._known = Known(self.graph, self.constants)
         self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where
         self._crossed: set[int] = set()  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
@@ -169,13 +169,14 @@ class Recorder(compat.TorchDispatchMode):
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 self._refuse_functions("torch.cond, scan, while_loop or their like")
+            kept = ", and if it is kept from an earlier call (a cache), compute it in each" if isinstance(tensor, compat.FakeTensor) else ""
             raise TraceError(
                 message(
                     self.owner,
                     "reads a tensor that is not one of its arguments",
                     self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, leaf: 'mask' not in path)), "
-                    "as part of the batch, or make it inside the function",
+                    f"as part of the batch, or make it inside the function{kept}",
                 )
             )
         return found
@@ -193,12 +194,22 @@ class Recorder(compat.TorchDispatchMode):
         """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
         self._outside = sys._getframe(2)
         try:
-            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self), Calls(self), self:
-                yield
-            if self._refusal is not None:  # the function caught it, and went on with something else than PyTorch would do
-                raise self._refusal
+            with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
+                with Calls(self), self:
+                    yield
+                if self.refused is not None:
+                    raise self.refused
         finally:
             self._outside = None
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """A refusal that leaves the body ends the trace, whatever the function that is traced does with it."""
+        try:
+            yield
+        except TraceError as error:
+            self.refused = self.refused or error
+            raise
 
     def check_default_dtype(self) -> None:
         """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
@@ -251,11 +262,8 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
+        with self.remembering():
             return self._dispatch(func, types, args, kwargs)
-        except TraceError as error:
-            self._refusal = error
-            raise
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

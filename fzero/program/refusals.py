@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Traced(Protocol):
     """Who knows the tensors of the function that is traced."""
 
     failure: Failure | None
+    refused: Exception | None
     in_place: dict[str, None]
 
     @property
@@ -52,6 +53,8 @@ class Traced(Protocol):
     def where(self) -> str | None: ...
 
     def here(self) -> list[str]: ...
+
+    def remembering(self) -> AbstractContextManager[None]: ...
 
     def backward_line(self, number: int) -> str: ...
 
@@ -110,18 +113,21 @@ class Calls(TorchFunctionMode):
         self._traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
-            raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+        with self._traced.remembering():
+            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
+                raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+            if func in _FACTS and _asked_by_user(sys._getframe(1)):
+                self._traced.check_read(_FACTS[func], args[0])
         if func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
-        if func in _FACTS and _asked_by_user(sys._getframe(1)):
-            self._traced.check_read(_FACTS[func], args[0])
         try:
             return func(*args, **(kwargs or {}))
         except FzeroError:
             raise
         except _KINDS as error:
             note(self._traced, error, func, (args, kwargs or {}))
+            if any(text in str(error) for text in _OF_TRACES):
+                self._traced.refused = self._traced.refused or error
             raise
 
 
@@ -168,6 +174,8 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
     except FzeroError:
         raise
     except _KINDS as error:
+        if _raised_by_user(error):
+            raise
         failure = traced.failure if traced is not None and traced.failure is not None and traced.failure.error is error else None
         where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
         said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
@@ -177,7 +185,7 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
             raise TraceError(message(owner, rule[0], places, rule[1])) from error
         if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
             raise TraceError(message(owner, said, where, "pass what the function takes: tensors are parameters, batch, and what is made of them")) from error
-        if failure is None or _raised_by_user(error):
+        if failure is None:
             raise
         fix = "change the operation, or the shapes and dtypes of its operands" + (", which are above" if failure.operands else "")
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
@@ -190,6 +198,8 @@ _CARRIERS = (
 CHANGES = "changes its arguments in place"
 NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
+_OF_TRACES = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet", "passed to FakeTensor.__format__")
+"""What PyTorch says of the tensors of a trace alone: with real ones there is no error."""
 _IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")

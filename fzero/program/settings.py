@@ -8,7 +8,7 @@ A name that code has as text counts where code reads by text: `getattr(config, "
 Of the environment, and of a dictionary of texts, only those items count that code names, where all that it does with the dictionary's name is to name
 items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run writes down there is none of its settings. Unless strict.
 
-What is not seen: what a function draws or counts while it runs (`random.random()`, `next(iterator)`), globals of installed libraries, names that are put
+What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock, globals of installed libraries, names that are put
 together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
 lies behind the first `MOST` values.
 """
@@ -22,10 +22,13 @@ import dis
 import enum
 import functools
 import hashlib
+import io
+import itertools
 import marshal
 import numbers
 import operator
 import os
+import random
 import sys
 import threading
 import types
@@ -92,11 +95,40 @@ def changes(old: Settings, new: Settings) -> list[str]:
     return [f"{new.places[at]}: another than before"]
 
 
-def numbers_in(settings: Settings) -> dict[str, int | float]:
-    """The numbers among what a function reads, by place; those that are alone there."""
-    found = [(place, fact[1]) for fact, place in zip(*settings, strict=True) if isinstance(fact, tuple) and len(fact) == 2 and fact[0] in (bool, int, float)]
+def counted(*values: Any) -> dict[str, Hashable]:
+    """What functions may change by counting or drawing, by place: the numbers that are alone there, and how far generators and iterators are, those of
+    Python's `random` and NumPy's included."""
+    walk = _Walk(strict=False)
+    walk.run(values)
+    found = [(place, fact) for fact, place in zip(walk.facts, walk.places, strict=True) if isinstance(fact, tuple) and fact[0] in (bool, int, float)]
     often = collections.Counter(place for place, _ in found)
-    return {place: value for place, value in found if often[place] == 1}
+    numpy = sys.modules.get("numpy")
+    drawn = {"random (Python's generator)": hash(random.getstate()), **({"numpy.random": str(numpy.random.get_state())} if numpy else {})}
+    return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
+
+
+def left_by_traces(*values: Any) -> list[str]:
+    """Where functions keep tensors that a trace of them has made, which are none."""
+    walk = _Walk(strict=False)
+    walk.run(values)
+    return walk.traced
+
+
+def _state(x: Any) -> Hashable:
+    """How far a generator of random numbers or an iterator is; None of other values."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(x, random.Random):
+        return hash(x.getstate())
+    if numpy and isinstance(x, (numpy.random.Generator, numpy.random.RandomState)):
+        return str(x.bit_generator.state if isinstance(x, numpy.random.Generator) else x.get_state())
+    if isinstance(x, itertools.count):
+        return repr(x)
+    if isinstance(x, types.GeneratorType):
+        frame = x.gi_frame
+        return frame and (frame.f_lasti, *((name, value) for name, value in frame.f_locals.items() if type(value) in (bool, int, float, str)))
+    if isinstance(x, io.IOBase):
+        return x.tell() if not x.closed and x.seekable() else None
+    return operator.length_hint(x, -1) if isinstance(x, Iterator) else None
 
 
 def _told(settings: Settings) -> dict[str, str]:
@@ -164,7 +196,7 @@ class _Module(_Scope):
 
 
 class _Walk:
-    def __init__(self, strict: bool, without: Callable[[Any], bool]):
+    def __init__(self, strict: bool, without: Callable[[Any], bool] = lambda value: False):
         self.facts: list[Hashable] = []
         self.places: list[str] = []
         self._strict, self._without = strict, without
@@ -175,6 +207,8 @@ class _Walk:
         self._keys: set[str] = set()  # that code names
         self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
+        self.states: dict[str, Hashable] = {}
+        self.traced: list[str] = []  # places of tensors that were made while a function was traced
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
@@ -235,6 +269,8 @@ class _Walk:
         return self._object(x, path)
 
     def _tensor(self, x: torch.Tensor, path: str) -> None:
+        if isinstance(x, compat.FakeTensor):
+            self.traced.append(path)
         known = not self._strict or x.is_meta or isinstance(x, compat.FakeTensor)
         self._fact((tuple(x.shape), x.dtype, x.device.type) if known else (Same(x), x._version), path)
 
@@ -350,6 +386,8 @@ class _Walk:
 
     def _object(self, x: Any, path: str) -> None:
         kind = type(x)
+        if (state := _state(x)) is not None:
+            self.states[path] = state
         equal = kind.__eq__ is not object.__eq__
         if isinstance(x, torch.nn.Module):
             self._fact(kind, path)

@@ -230,9 +230,10 @@ class _Cutter:
         if not targets:
             out = []
             for node in outputs:
-                partial = self.axes if any(u.target is all_reduce for u in node.users) else ()
+                across = next((str(u.args[1]) for u in node.users if u.target is all_reduce), None)
+                placement = WHOLE if across is None else Placement(partial=self.axes, by=across if self.axes else "sum")
                 self.name[node] = self._scalar_name(node)
-                out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, Placement(partial=partial)))
+                out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
             return
         self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))

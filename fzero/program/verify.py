@@ -56,7 +56,6 @@ class _Checker:
         self.known: dict[str, Value] = {}
         self.started: dict[str, Line] = {}
         self.written: set[str] = set()
-        self.kept: set[str] = set()  # leaves that an optimizer not yet cut hands back as they came
         self.carried: set[str] = set()  # copies made of what was written
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
         self.guessed: set[str] = set()  # leaves that were written on a guess
@@ -139,7 +138,7 @@ class _Checker:
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
-            elif name not in {*self.program.assigns, *self.kept} and self.program.leaves[name].role != "compute":
+            elif name not in self.program.assigns and self.program.leaves[name].role != "compute":
                 self.problems.append(f"{name} is written, but the step does not assign it")
         self.problems += [f"{name} is never written, but the step assigns it" for name in self.program.assigns if name not in self.written]
         for name in sorted(self.written & set(self.aliases)):
@@ -197,7 +196,7 @@ class _Checker:
             self._bad(line, f"reduces by {line.attrs['op']!r}")
         for v in args:
             whole_of = v.placement.kind == "shard" and v.placement.axes == axes and not v.placement.partial
-            if not (whole_of if gathers else {*axes} <= {*v.placement.partial}):
+            if not (whole_of if gathers else {*axes} <= {*v.placement.partial} and v.placement.by == line.attrs["op"]):
                 self._bad(line, f"{v.name} is {v.placement}")
 
     def _starts(self, line: Line) -> None:
@@ -260,7 +259,8 @@ class _Checker:
     def _take_part(self, line: Line, args: list[Value]) -> None:
         whole, part = args[0], line.out[0]
         _, count = self._micro(line)
-        if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or (whole.shape[1:], whole.dtype) != (part.shape[1:], part.dtype):
+        rest = (whole.shape[1:], whole.dtype, whole.placement)
+        if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or rest != (part.shape[1:], part.dtype, part.placement):
             self._bad(line, f"takes one of {count} parts of {whole}, which is {part}")
 
     def _part_index(self, line: Line, args: list[Value]) -> None:
@@ -287,6 +287,7 @@ class _Checker:
         return micro, count
 
     def _accumulate(self, line: Line, args: list[Value]) -> None:
+        self._joins(line, args)
         if self.turns == 1 or line.attrs["op"] not in JOINS:
             self._bad(line, f"accumulates by {line.attrs['op']!r} over {self.turns} turns")
         if replace(line.out[0], name=args[0].name) != args[0]:
@@ -294,6 +295,7 @@ class _Checker:
 
     def _add(self, line: Line, args: list[Value]) -> None:
         num = len(line.out)
+        self._joins(line, args)
         if line.attrs["op"] not in JOINS:
             self._bad(line, f"adds by {line.attrs['op']!r}")
         if len(args) != 2 * num:
@@ -301,6 +303,12 @@ class _Checker:
         self._pairs(line, args[:num], args[num:], "added")
         self._pairs(line, line.out, args[num:], "added")
         self.overwritten |= {*line.args[:num]}
+
+    def _joins(self, line: Line, args: list[Value]) -> None:
+        """What ranks are to reduce by one operation is not joined over micro-batches by another."""
+        for v in args:
+            if v.placement.partial and v.placement.by != line.attrs["op"]:
+                self._bad(line, f"{v.name} is {v.placement}, joined by {line.attrs['op']!r}")
 
     def _assign(self, line: Line, args: list[Value]) -> None:
         num = len(line.writes)
@@ -319,8 +327,6 @@ class _Checker:
     def _update(self, line: Line, args: list[Value]) -> None:
         """The whole optimizer, in a program that is not cut yet: places for the arguments, a result for each leaf it writes and each value it makes."""
         graph = line.attrs["graph"]
-        comes = dict(zip(graph.inputs, line.args, strict=False))
-        self.kept |= {leaf for leaf, node in zip(line.writes, graph.outputs, strict=False) if comes.get(node) == leaf}
         counts = len(args), len(line.writes) + len(line.out)
         if counts != (len(graph.inputs), len(graph.outputs)):
             self._bad(line, f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}")
@@ -400,4 +406,4 @@ def _arrives(start: Line, placement: Placement) -> Placement:
     if start.op == "all_gather_start":
         return WHOLE
     left = tuple(a for a in placement.partial if a not in axes)
-    return Placement("shard", axes, left) if start.op == "reduce_scatter_start" else replace(placement, partial=left)
+    return Placement("shard", axes).left(left) if start.op == "reduce_scatter_start" else placement.left(left)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from fzero.mesh import Mesh
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, numbers_in, settings
+from fzero.program.settings import Settings, changes, counted, left_by_traces, settings
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -44,7 +45,8 @@ def alone(owner: str) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.mesh.alone(owner):
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()  # a state outlives the mode that it is made in
+            with self.mesh.alone(owner), ordinary:
                 return method(self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -142,8 +144,10 @@ class Compiled:
 
     def _settings(self) -> Settings:
         """What the step's functions read now beside their arguments."""
-        step = self.step
-        return settings(*((step.fn,) if isinstance(step, EvalStep) else (step.loss_fn, step.optimizer)), strict=False)
+        return settings(*self._functions(), strict=False)
+
+    def _functions(self) -> tuple[Any, ...]:
+        return (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
 
     def _same_settings(self, kept: _Kept) -> None:
         """Raises if a value that was traced as it was is another now."""
@@ -171,21 +175,30 @@ class Compiled:
         if any(x.is_meta for x in flat):
             wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
             raise FzeroValueError(message(self.owner, "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
-        return [x.detach().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+        return [x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
-        """Lowers the step; once more if it left other numbers behind in what it reads, for what it kept is then as it was, and what it counts is not."""
-        numbers = numbers_in(self._settings())
+        """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or only written down is then as it was
+        to the program, and what is counted, drawn or used up is not."""
+        read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        if (first := numbers_in(self._settings())) == numbers:
+        if kept := left_by_traces(*self._functions()):
+            fix = "compute it in each call, or once before and pass it in: as a leaf of the parameters that is not trained, or in the batch"
+            raise FzeroValueError(message(self.owner, f"{self.step.name} keeps a tensor from call to call, which the program would not", kept, fix))
+        now, first = self._settings(), counted(*self._functions())
+        if now == read and first == before:
             return lowered
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        again = numbers_in(self._settings())
-        if counted := [f"{place}: {value!r} before, {again[place]!r} after" for place, value in first.items() if repr(again.get(place, value)) != repr(value)]:
-            fix = "pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; what is only written down goes into a list"
-            what = f"{self.step.name} changes what it reads, each time it is called: traced once, it would not"
-            raise FzeroValueError(message(self.owner, what, counted, fix))
-        return lowered
+        again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        after = counted(*self._functions())
+        changed = [_changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value]
+        if changed or agree.describe(again.program) != agree.describe(lowered.program):
+            fix = (
+                "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
+                "what is only written down goes into a list"
+            )
+            what = f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
+            raise FzeroValueError(message(self.owner, what, changed or changes(read, now), fix))
+        return again
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
@@ -198,6 +211,13 @@ class Compiled:
             return functools.partial(executable, lowered.program, functions, self.mesh)
 
         return lowered, built
+
+
+def _changed(place: str, before: Any, after: Any) -> str:
+    """A number that has become another, with both; of a generator that it has drawn."""
+    if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
+        return f"{place}: {before[1]} before, {after[1]} after"
+    return f"{place}: drawn from"
 
 
 def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:

@@ -48,6 +48,7 @@ class _Rewrite:
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads: dict[str, str] = {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
+        self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
         self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs["maxima"]]
 
@@ -131,7 +132,7 @@ class _Rewrite:
         handle, calls, whole = self._handle("reduce"), list[Line](), [v for line in lines for v in line.out]
         for line in lines:
             held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
-            parts = tuple(replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes)) for v in line.out)
+            parts = tuple(replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes, by="max")) for v in line.out)
             calls.append(replace(line, fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)), out=parts))
         parts = tuple(v.name for line in calls for v in line.out)
         self.placement.update((v.name, WHOLE) for v in whole)
@@ -185,7 +186,8 @@ class _Rewrite:
         out = []
         for value in line.out:
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
-            placement = Placement(partial=self.zero.batch_axes) if summand else self.local if local else WHOLE
+            by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"
+            placement = Placement(partial=self.zero.batch_axes, by=by) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
         attrs = {**line.attrs, "axes": self.zero.batch_axes} if line.op == "part_index" else line.attrs
@@ -255,7 +257,7 @@ class _Rewrite:
             axis = left.pop(0)
             handle = self._handle("reduce")
             sources = tuple(current.values())
-            out = [replace(self.values[s], name=self.names(f"{n}_sum"), placement=replace(self.placement[s], partial=tuple(left))) for n, s in current.items()]
+            out = [replace(self.values[s], name=self.names(f"{n}_sum"), placement=self.placement[s].left(left)) for n, s in current.items()]
             lines.append(Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel"))
             lines.append(Line("wait", (handle.name,), tuple(out), by="data_parallel"))
             for n, v in zip(names, out, strict=True):
@@ -276,7 +278,8 @@ class _Rewrite:
                 before.append(Line("take_shard", (path,), (value,), attrs={"axes": self.axes}, by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
-                groups[self._owner(path)].append(path)
+                if path in line.writes:
+                    groups[self._owner(path)].append(path)
         grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
         totals = {kind: tuple(self.renamed.get(name, name) for name in line.attrs[kind]) for kind in ("sums", "maxima")}
         attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
