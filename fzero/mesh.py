@@ -181,7 +181,10 @@ class Mesh(AbstractMesh):
 
         Raises:
             BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order the two otherwise on each rank.
+            DivergenceError: what ran on it before ended in the middle.
         """
+        if self._turns is not None:
+            self._turns.check(owner)
 
         def busy() -> Exception:
             what = "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another thread, or above this call"

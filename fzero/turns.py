@@ -2,6 +2,9 @@
 
 A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different things, and one that has left while
 others wait for it, are an error on each of them that names both sides, after a second and not after the mesh's timeout.
+
+A turn that ends in the middle (an error of the user's, Ctrl-C, a rank that did not come) leaves the ranks out of step: what one has sent would be taken for
+something later. So it is the last one, on every rank: the first reason stands in the store, and every later call raises it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 from fzero.errors import DivergenceError, message
 
+_ENDED = "fzero/turns/ended"
 _FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
 _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
 
@@ -32,6 +36,7 @@ class Turns:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._number, self._kind, self._about, self._said = 0, "", "", False
         self._last_go: str | None = None
+        self._ended = ""  # why there is no further turn, as far as this rank knows
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
             _open.append(self)
@@ -62,7 +67,9 @@ class Turns:
             places = {r: json.loads(self._store.get(_place(r)))["number"] if self._store.check([_place(r)]) else 0 for r in range(self._size)}
             came = [f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number]
             fix = "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if rank == 0`: all of them take part"
-            raise DivergenceError(message(owner, f"not every rank has come: {self._about}", came, fix))
+            error = DivergenceError(message(owner, f"not every rank has come: {self._about}", came, fix))
+            self.end(error)
+            raise error
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
         """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
@@ -83,6 +90,7 @@ class Turns:
                 nap = min(1.5 * nap, _LONGEST_NAP)
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, DivergenceError):
+                self.end(error)
                 raise
             text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
             raise DivergenceError(message(owner, text, fix="look at that process's errors; go on from the last checkpoint")) from error
@@ -92,7 +100,7 @@ class Turns:
         """Called from time to time while this rank waits for others.
 
         Raises:
-            DivergenceError: another rank is in another turn of this number, has left before it, or has died on this host.
+            DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left before it, or has died on this host.
         """
         if self._store is None:
             return
@@ -100,17 +108,36 @@ class Turns:
         with contextlib.suppress(dist.DistError):  # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
                 self._say()
+            if self._store.check([_ENDED]):  # before the others' notes are read: who ended a turn because ranks had parted has read them
+                self._ended = self._store.get(_ENDED).decode()
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([_place(rank)]):
                     others[rank] = json.loads(self._store.get(_place(rank)))
         parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
-        if parted or gone:
+        if not (parted or gone):
+            self.check(owner)
+        else:
             parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
             fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
             what = "another rank has left" if gone else "the ranks do different things"
             fix = "look at that rank's errors first; if it had none, " + fix if gone else fix
-            raise DivergenceError(message(owner, what, [parted[r] for r in sorted(parted)], fix))
+            raise DivergenceError(message(owner, what, [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])], fix))
+
+    def end(self, error: BaseException) -> None:
+        """Called when a turn ended in the middle on this rank: there is no further one. The others find the first reason where they look."""
+        if self._store is None or self._ended:
+            return
+        self._ended = why = _brief(error, self._rank)
+        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone
+            self._ended = self._store.compare_set(_ENDED, "", why).decode()
+
+    def check(self, owner: str) -> None:
+        """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another rank."""
+        if self._ended:
+            what = "a call on this mesh ended in the middle: its ranks are out of step, and what it wrote is lost"
+            fix = "start again; or on every rank close_mesh(), make_mesh(), compile, and restore the last checkpoint"
+            raise DivergenceError(message(owner, what, [self._ended], fix))
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +189,14 @@ def _has_died(process: Sequence[Any]) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def _brief(error: BaseException, rank: int) -> str:
+    """An error in one line, with its rank."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix: ")]
+    if isinstance(error, DivergenceError):
+        return "; ".join(lines[1:] or lines)
+    return ": ".join([f"rank {rank}", type(error).__name__, *lines[:1]])
 
 
 def _place(rank: int) -> str:

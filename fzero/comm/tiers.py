@@ -112,16 +112,13 @@ class Tiers:
 
         return call
 
-    def end(self) -> None:
-        """Called when a step has run.
+    def end(self) -> TierError | None:
+        """Called when a step has run. Returns the first error of a rank's disk, on every rank.
 
         Communication: with leaves on disk one number from every rank.
-
-        Raises:
-            TierError: the first error of a rank's disk, on every rank.
         """
         if not self._disk:
-            return
+            return None
         failed, self._failed = self._failed, None
         failures = [_said(failed)] if failed else []
         if self._mesh.size > 1:
@@ -131,9 +128,12 @@ class Tiers:
                 everyone: list[list[str]] = [[]] * self._mesh.size
                 dist.all_gather_object(everyone, failures)
                 failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
-        if failures:
-            fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
-            raise TierError(message("step", "a disk failed while the step ran", failures, fix)) from failed
+        if not failures:
+            return None
+        fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
+        error = TierError(message("step", "a disk failed while the step ran", failures, fix))
+        error.__cause__ = failed
+        return error
 
     def _kept(self, wait: Callable[[], None]) -> None:
         try:

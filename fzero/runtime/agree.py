@@ -44,7 +44,8 @@ def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[],
     talk.compare(text)
     connect = talk.reporting(build)
     talk.everyone({"built": True})
-    connected = talk.reporting(connect)
+    with unbroken(mesh):
+        connected = talk.reporting(connect)
     talk.everyone({"ok": True})
     return lowered, connected
 
@@ -132,18 +133,28 @@ _LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
 
 
 @contextmanager
-def transferring(mesh: Mesh) -> Iterator[None]:
-    """Says which error it is when a transfer fails because another rank left, or runs something else."""
+def unbroken(mesh: Mesh) -> Iterator[None]:
+    """Around what moves data between ranks: whatever ends it in the middle, it is the last call on this mesh (`Turns.end`).
+
+    Raises:
+        DivergenceError: in place of a process group's own error, what another rank did or that one has left.
+    """
     try:
         yield
-    except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
-        if mesh.size == 1 or not lost:
+    except BaseException as error:
+        if mesh.size == 1:
             raise
-        mesh.turns.look("step")  # which may know why
-        fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
-        problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
-        raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)) from error
+        if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))):
+            mesh.turns.end(error)
+            raise
+        try:
+            mesh.turns.look("step")  # which may know why
+            fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
+            problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
+            raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix))
+        except DivergenceError as known:
+            mesh.turns.end(known)
+            raise known from error
 
 
 class _Talk:
@@ -194,7 +205,10 @@ class _Talk:
                 fix = "call the step alike on every rank: one with a batch of another shape than before builds a program of its own, the others run the old one"
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
-            raise DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
+            error = DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
+            if missing:  # who comes later finds the notes of this talk, and goes on alone
+                self._mesh.turns.end(error)
+            raise error
         places = {rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))]) for rank, other in notes.items()}
         if len({*places.values()}) > 1:
             self._mesh.turns.look(self._owner)  # which knows more

@@ -13,7 +13,6 @@ from fzero.leaves import abstract_params, params_inputs
 from fzero.lower import Lowered
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
-from fzero.runtime import agree
 from fzero.runtime.cache import logger
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.states import Last, check_values, differences, placed_inputs, unplaced
@@ -49,7 +48,7 @@ class CompiledEval(Compiled):
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
-        with torch.no_grad(), agree.transferring(self.mesh):
+        with torch.no_grad():
             outputs = run(params, batch)
         return tree.unflatten(lowered.structure, outputs)
 

@@ -19,6 +19,7 @@ from fzero.mesh import Mesh
 from fzero.program import scaled
 from fzero.program.ir import TRANSFERS, Function, Line, Place, Program
 from fzero.program.show import name_of, source
+from fzero.runtime import agree
 from fzero.runtime.limits import limits_of
 from fzero.runtime.tracebacks import compiled
 
@@ -67,12 +68,15 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
         if limits is not None:
             limits.begin()
-        carrier.begin(memory)
-        tiers.begin(guesses)
-        outputs = run(*trees)
-        if limits is not None:
-            limits.end()
-        tiers.end()
+        with agree.unbroken(mesh):
+            carrier.begin(memory)
+            tiers.begin(guesses)
+            outputs = run(*trees)
+            if limits is not None:
+                limits.end()
+            failed = tiers.end()
+        if failed is not None:  # on every rank, each at the end of its run
+            raise failed
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around

@@ -187,7 +187,8 @@ class CompiledStep(Compiled):
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
         if any(leaf_of(x) is not None and leaf_of(x)[0].layout.axes for x in tree.leaves(state)):  # type: ignore[index]
             agree.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
-        return gather.whole(state, self.mesh)
+        with agree.unbroken(self.mesh):
+            return gather.whole(state, self.mesh)
 
     @alone("step")
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
@@ -206,7 +207,8 @@ class CompiledStep(Compiled):
             FzeroTypeError: more arguments than a state and one batch.
             FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
                 values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
-            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says.
+            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says; ranks that make different calls; a
+                call that has ended in the middle, on this rank or another: then, and at every later call on the mesh (docs/restarts.md).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
         """
@@ -214,7 +216,7 @@ class CompiledStep(Compiled):
         lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
-        with torch.no_grad(), agree.transferring(self.mesh):
+        with torch.no_grad():
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         if self._at_minimum is not None:
