@@ -116,13 +116,12 @@ class Turns:
         parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if not (parted or gone):
-            self.check(owner)
-        else:
-            parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
-            fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
-            what = "another rank has left" if gone else "the ranks do different things"
-            fix = "look at that rank's errors first; if it had none, " + fix if gone else fix
-            raise DivergenceError(message(owner, what, [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])], fix))
+            return self.check(owner)
+        parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
+        lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
+        fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
+        what = "another rank has left" if gone else "the ranks do different things"
+        raise DivergenceError(message(owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix))
 
     def end(self, error: BaseException) -> None:
         """Called when a turn ended in the middle on this rank: there is no further one. The others find the first reason where they look."""
