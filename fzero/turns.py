@@ -116,7 +116,8 @@ class Turns:
         parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if not (parted or gone):
-            return self.check(owner)
+            self.check(owner)
+            return
         parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
         lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
         fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
