@@ -213,7 +213,8 @@ def test_a_shard_rests_where_its_leaf_would() -> None:
 
 def test_an_evaluation_expects_what_training_leaves() -> None:
     for place in PLACES.values():
-        train, evaluate = place("/a")(plain()), place("/a")(fz.eval_step(lambda p, x: x))
+        train = place("/a")(plain())
+        evaluate = fz.compose(*train.transforms)(fz.eval_step(lambda p, x: x))
         meta = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), init(fz.random.key(0)))
         assert params_inputs(train, MESH, meta).leaves == params_inputs(evaluate, MESH, meta).leaves
 

@@ -107,13 +107,6 @@ def counted(*values: Any) -> dict[str, Hashable]:
     return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
 
 
-def left_by_traces(*values: Any) -> list[str]:
-    """Where functions keep tensors that a trace of them has made, which are none."""
-    walk = _Walk(strict=False)
-    walk.run(values)
-    return walk.traced
-
-
 def _state(x: Any) -> Hashable:
     """How far a generator of random numbers or an iterator is; None of other values."""
     numpy = sys.modules.get("numpy")
@@ -208,7 +201,6 @@ class _Walk:
         self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
         self.states: dict[str, Hashable] = {}
-        self.traced: list[str] = []  # places of tensors that were made while a function was traced
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
@@ -269,8 +261,6 @@ class _Walk:
         return self._object(x, path)
 
     def _tensor(self, x: torch.Tensor, path: str) -> None:
-        if isinstance(x, compat.FakeTensor):
-            self.traced.append(path)
         known = not self._strict or x.is_meta or isinstance(x, compat.FakeTensor)
         self._fact((tuple(x.shape), x.dtype, x.device.type) if known else (Same(x), x._version), path)
 

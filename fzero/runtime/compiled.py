@@ -23,7 +23,7 @@ from fzero.mesh import Mesh
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, counted, left_by_traces, settings
+from fzero.program.settings import Settings, changes, counted, settings
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -182,9 +182,6 @@ class Compiled:
         to the program, and what is counted, drawn or used up is not."""
         read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
-        if kept := left_by_traces(*self._functions()):
-            fix = "compute it in each call, or once before and pass it in: as a leaf of the parameters that is not trained, or in the batch"
-            raise FzeroValueError(message(self.owner, f"{self.step.name} keeps a tensor from call to call, which the program would not", kept, fix))
         now, first = self._settings(), counted(*self._functions())
         if now == read and first == before:
             return lowered
