@@ -221,3 +221,14 @@ def test_a_block_within_a_block_may_change_a_container_but_not_a_copy_that_was_c
     train = compiled(loss, fz.mixed_precision("bf16", where=lambda path, leaf: True))
     with pytest.raises(TraceError, match=r"block appends: changes a list, dict(?s:.*)cache\[0\]"):
         train(train.init(PARAMS), BATCH)
+
+
+def test_what_no_block_takes_or_returns_names_its_line() -> None:
+    calls = {
+        "result is int": lambda p, x: fz.block(lambda p, x: 3)(p, x),
+        "no tensor at all": lambda p, x: fz.block(lambda p, x: None)(p, x),
+        r"params\['n'\]: int": lambda p, x: fz.block(lambda p, x: x)({"w": p["w"], "n": 3}, x),
+    }
+    for says, loss in calls.items():
+        with pytest.raises(fz.errors.TraceError, match=rf"(?s)test_block_borders\.py:\d+\n  {says}\nFix: "):
+            fz.lower(fz.train_step(loss, fz.optim.sgd(0.1)), fz.AbstractMesh(data=1), {"w": torch.ones(3)}, torch.ones(3))

@@ -165,7 +165,7 @@ class Blocks:
             fix = "make parameters tensors; pass settings as numbers or strings"
             if any(isinstance(x, torch.nn.Module) for x in flat):
                 fix = "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
-            raise TraceError(message(owner, "takes tensors and hashable constants", wrong, fix))
+            raise TraceError(message(owner, "takes tensors and hashable constants", [*_where(fn), *wrong], fix))
         if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
@@ -273,7 +273,8 @@ class _Body:
         flat, structure = tree.flatten(result)
         wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
         if wrong or not flat:
-            raise TraceError(message(self.owner, "returns something other than tensors", wrong or ["no tensor at all"], "return a pytree of tensors"))
+            found = [*_where(self.fn), *(wrong or ["no tensor at all"])]
+            raise TraceError(message(self.owner, "returns something other than tensors", found, "return a pytree of tensors"))
         _check_bare(self.owner, "leaves behind", self.fn, [*_arguments(self.fn, params, args, kwargs), ("result", result)])
         flat = checks.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
