@@ -137,7 +137,7 @@ def _runs_alike(changes: dict[str, Any]) -> None:
 
 
 def _absent(rank: int, size: int, folder: str) -> float:
-    mesh = fz.make_mesh(data=size, timeout=2)
+    mesh = fz.make_mesh(data=size, timeout=5)
     step, params, batch = parts()
     train = fz.compile(step, mesh, backend="eager")
     state = train.init(params)
@@ -157,7 +157,7 @@ def test_one_rank_never_calls(run_ranks: Any, tmp_path: Path, rank: int, size: i
     ranks = run_ranks(size, _absent, rank, size, str(tmp_path), expect_error=True, timeout=60)
     assert ranks[rank].type is None
     for other in (r for i, r in enumerate(ranks) if i != rank):
-        assert other.type == "DivergenceError" and f"rank {rank} did not come in 2 s" in other.message, other
+        assert other.type == "DivergenceError" and f"rank {rank} did not come in 5 s" in other.message, other
         assert other.message.splitlines()[-1].startswith("Fix: ")
 
 
