@@ -200,10 +200,10 @@ class Blocks:
                 if changed := changes(outside, self._read_outside(fn)):
                     fix = "return it from the block as a result, or change it outside: a block runs once for all its calls, while it is traced"
                     raise TraceError(message(owner, "changes what is read outside of it", [*_where(fn), *changed], fix))
-                self.joints[key()] = joint
+                now = key()
+                self.joints[now] = joint
         elif _retracing.get():
             compare(joint)
-        now = key()
 
         def restricted(outputs: tuple[int, ...]) -> Joint:
             """The block whose backward begins at these of its outputs alone: nothing of what makes the others is differentiated."""

@@ -316,9 +316,6 @@ class _Walk:
     def _context(self, x: contextvars.ContextVar, path: str) -> None:
         self._todo.append((x.get(None), path or x.name))
 
-    def _reference(self, x: weakref.ref, path: str) -> None:
-        self._todo.append((x(), path))  # two references compare what they refer to
-
     def _mapping(self, x: Any, path: str) -> None:
         self._fact((type(x), "of", len(x)), path)
         if self._at_once(x, path):
@@ -410,7 +407,6 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (functools.partial, _Walk._partial),
     (types.ModuleType, _Walk._module),
     (contextvars.ContextVar, _Walk._context),
-    (weakref.ref, _Walk._reference),
     (type, _Walk._class),
     ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Walk._getter),
     ((dict, types.MappingProxyType, collections.UserDict), _Walk._mapping),

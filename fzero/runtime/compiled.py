@@ -5,7 +5,6 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -199,7 +198,7 @@ class Compiled:
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
-        with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else contextlib.nullcontext():
+        with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else nullcontext():
             lowered = replace(self._lower(params, batch), chosen=self._chosen)
 
         def built() -> Callable[[], Callable[..., Any]]:
