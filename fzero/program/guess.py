@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
+from fzero.program.ops import is_guess
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
@@ -121,19 +122,3 @@ class _Guess:
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
         assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"
         return replace(self.program, lines=(*self.program.lines[:at], *new, *first, redo, *rest))
-
-
-def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """What a `redo` compares: the scalars, and the guesses of them."""
-    half = len(line.args) // 2
-    return line.args[:half], line.args[half:]
-
-
-def is_guess(line: Line) -> bool:
-    """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
-    return bool(line.attrs.get("guess"))
-
-
-def is_skipped(line: Line) -> bool:
-    """Whether a line is not carried out at all if the step does not guess."""
-    return is_guess(line) and line.op in ("call", "cast", "assign")
