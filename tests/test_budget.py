@@ -17,7 +17,8 @@ import fzero as fz
 from fzero import variants
 from fzero.budget import Choice
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.program.ir import Program, transfer_bytes
+from fzero.program.ir import Program
+from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
 from fzero.program.splice import cut_as
 from fzero.program.update import cut_update

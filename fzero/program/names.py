@@ -21,7 +21,8 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("pool", "guess", *OPS),
+        *("pool", "guess"),
+        *(name for name, row in OPS.items() if row.in_text),
     }
 )
 """What the text of a program means already: keywords, its arguments, its primitives."""

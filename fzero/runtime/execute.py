@@ -37,7 +37,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     running = _Running(mesh, carrier, tiers, batch_axes)
     namespace: dict[str, Any] = {
         **{name: _on_host(f, program.functions[name], tiers) if program.functions[name].on == "host" else f for name, f in functions.items()},
-        **{name: run for name, row in OPS.items() if (run := row.runs(running)) is not None},
+        **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "guess": tiers.guess,
     }

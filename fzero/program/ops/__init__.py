@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import control, transfers, values
-from fzero.program.ops.base import ANY, Op, Text
+from fzero.program.ops.base import ANY, Op, Text, micro_of
 from fzero.program.ops.control import compared
 from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
@@ -37,6 +37,8 @@ def misformed(line: Line) -> list[str]:
         problems.append(f"writes {len(line.writes)} leaves")
     if line.body and not row.body:
         problems.append("has lines of its own")
+    if bool(line.fn) != (row.name == "call"):
+        problems.append(f"calls {line.fn or 'no function'}")
     types = {**row.needs, **row.may}
     problems += [f"has no attribute {name!r}" for name in row.needs if name not in line.attrs]
     problems += [f"has an unknown attribute {name!r}" for name in line.attrs if name not in types]
@@ -106,6 +108,7 @@ __all__ = [
     "from_to",
     "is_guess",
     "is_skipped",
+    "micro_of",
     "misformed",
     "stays",
     "transfer_bytes",

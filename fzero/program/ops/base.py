@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.program.ir import Line, Placement, Program, Value
+from fzero.program.ir import Line, Place, Placement, Program, Value
 
 ANY = -1
 """Any number of arguments or results."""
@@ -94,6 +94,7 @@ class Op:
 
     Attributes:
         name: of the op, which is also what the text of a program calls.
+        in_text: whether the text of a program has its name: a call has its function's instead.
         args: number of values read, or `ANY`.
         out: number of values made, or `ANY`.
         writes: whether a line of it may, must ("always") or must not write leaves.
@@ -108,10 +109,13 @@ class Op:
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
         pool: how its results lie in the pool (fzero/schedule/buffers.py): "total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
-        outlives: whether its results are read after the loop that it is in.
+        outlives: whether its results are read after the loop that it is in, and grow with each turn.
+        makes_own: whether its results share memory with nothing.
+        overwrites: whether it writes its leaves without reading them.
     """
 
     name: ClassVar[str]
+    in_text: ClassVar[bool] = True
     args: ClassVar[int] = ANY
     out: ClassVar[int] = ANY
     writes: ClassVar[bool | str] = False
@@ -126,6 +130,8 @@ class Op:
     pool: ClassVar[str] = ""
     in_place: ClassVar[bool] = False
     outlives: ClassVar[bool] = False
+    makes_own: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
 
     # --- what is checked ---
 
@@ -159,7 +165,15 @@ class Op:
         """Bytes of memory that a line which calls no function reads and writes where it computes."""
         return 0.0
 
+    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes that a line which calls no function takes while it runs, beside what it reads and makes."""
+        return 0
+
     # --- its text, and what runs ---
+
+    def given(self, line: Line) -> Sequence[str]:
+        """The values that it is handed when it runs, in the order of its text."""
+        return line.args
 
     def text(self, line: Line, program: Program) -> Text:
         return Text(f"{called(line)}({', '.join([*line.args, *into(line, program)])})")
@@ -183,6 +197,9 @@ class Start(Op):
     out = 1
     computes = ""
     reads_until_wait: ClassVar[bool] = True  # it reads where its arguments lie; a reduction reads their copies in the pool
+    holds_device_only: ClassVar[bool] = False  # its wait holds up the device alone: the host goes on while the transfer still reads there
+    tree: ClassVar[bool] = False  # whether its messages, where they are small, go up and down a tree instead of around a ring
+    hoisted: ClassVar[str] = ""  # where it starts (fzero/schedule/order.py): "ahead" of what needs it, "at once" when what it moves is made, or where it is
 
     def channel(self, line: Line) -> str:
         """The queue that it joins."""
@@ -195,6 +212,13 @@ class Start(Op):
     def sent(self, line: Line) -> tuple[str, ...]:
         """The values that it moves."""
         return line.args
+
+    def given(self, line: Line) -> Sequence[str]:
+        return self.sent(line)
+
+    def filled(self, line: Line) -> Sequence[Place | None]:
+        """The places in the pool that its wait hands out."""
+        return line.into
 
     def arrives(self, line: Line, placement: Placement) -> Placement:
         """How a value relates to the mesh when it has arrived."""

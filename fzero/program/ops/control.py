@@ -21,9 +21,10 @@ JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Update(Op):
-    """The whole optimizer, in a program that is not cut into functions yet: places for the arguments, a result for each leaf it writes and each value it makes."""
+    """The whole optimizer, before it is cut into functions: places for the arguments, a result for each leaf it writes and each value it makes."""
 
     name = "update"
+    in_text = False
     writes = "always"
     needs = {"graph": Recorded, "sums": tuple, "maxima": tuple, "grads": dict}
     may = {"leaf": dict}
@@ -42,6 +43,7 @@ class Loop(Op):
     """Its lines once a micro-batch."""
 
     name = "loop"
+    in_text = False
     args = 0
     out = 0
     needs = {"count": int}
@@ -201,6 +203,7 @@ class Assign(Op):
     computes = "there"
     settles = True
     skipped = True
+    overwrites = True
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         num = len(line.writes)

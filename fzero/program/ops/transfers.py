@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from fzero.mesh import AbstractMesh
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, local_bytes
+from fzero.program.ir import MOVING, WHOLE, Line, Place, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Start, Text, Told, first_axis, into
 from fzero.units import size
 
@@ -31,7 +31,6 @@ class Collective(Start):
     may = MICRO
     computes = "device"
     between = "ranks"
-    tree: ClassVar[bool] = False  # whether its messages, where they are small, go up and down a tree instead of around a ring
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
@@ -79,6 +78,7 @@ class AllGather(Collective):
 
     name = "all_gather_start"
     pool = "gather"
+    hoisted = "ahead"
 
     def takes(self, line: Line, placement: Placement) -> bool:
         return placement.kind == "shard" and placement.axes == line.attrs["axes"] and not placement.partial
@@ -104,6 +104,9 @@ class ReduceScatter(Collective):
     needs = {"axes": tuple, "op": str}
     pool = "scatter"
     reads_until_wait = False
+
+    def filled(self, line: Line) -> Sequence[Place | None]:
+        return line.into[len(line.args) :]
 
     def arrives(self, line: Line, placement: Placement) -> Placement:
         axes = tuple(line.attrs["axes"])
@@ -204,6 +207,7 @@ class ToHost(Copy):
 
     name = "to_host_start"
     settles = True  # the device carries it out after copies that read there
+    hoisted = "at once"
 
     def tiers(self, line: Line) -> tuple[str, str]:
         return "device", "host"
@@ -216,6 +220,8 @@ class ToDevice(Copy):
     """From the host's memory to the device's."""
 
     name = "to_device_start"
+    holds_device_only = True
+    hoisted = "ahead"
 
     def tiers(self, line: Line) -> tuple[str, str]:
         return "host", "device"
@@ -241,6 +247,7 @@ class DiskRead(OnDisk):
     writes = False
     settles = True
     link = "disk_read"
+    hoisted = "ahead"
 
     def tiers(self, line: Line) -> tuple[str, str]:
         return DISK, line.attrs.get("memory", "host")
@@ -271,6 +278,9 @@ class Wait(Op):
     may = {**MICRO, **GUESS, "together": bool}
     computes = ""
     waits = True
+
+    def given(self, line: Line) -> Sequence[str]:
+        return ()
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         start = rules.started.pop(line.args[0], None)
@@ -313,5 +323,5 @@ class Wait(Op):
             of.reduced(value.name, source, axes)
 
 
-STARTS: Mapping[str, Start] = {row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToHost(), ToDevice(), DiskRead(), DiskWrite())}
+STARTS: Mapping[str, Start] = {row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())}
 ROWS: Sequence[Op] = (*STARTS.values(), Wait())

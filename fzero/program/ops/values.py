@@ -19,6 +19,7 @@ class Call(Op):
     """A traced function. With `writes` it works in place, on leaves of the state."""
 
     name = "call"
+    in_text = False
     writes = True
     may = {
         **GUESS,
@@ -95,6 +96,7 @@ class Cast(Op):
     settles = True
     skipped = True
     pool = "results"
+    makes_own = True
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         scales = args[1:]
@@ -111,6 +113,12 @@ class Cast(Op):
 
     def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+
+    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        if len(line.args) == 1:
+            return 0
+        through = line.attrs["through"]  # what is rounded to 8 bits, in the dtype that it goes through and in float32
+        return local_bytes(line.out[0], mesh) * (4 + (through != values[line.args[0]].dtype) * through.itemsize)
 
     def text(self, line: Line, program: Program) -> Text:
         source, *scales = line.args
