@@ -44,9 +44,7 @@ from fzero.program.training import Precision, Training
 from fzero.program.verify import verify
 from fzero.program.watch import Watched
 from fzero.progress import Progress
-from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, peak_bytes, plan
 from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
@@ -54,7 +52,7 @@ from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
-from fzero.variants import Variants, finished
+from fzero.variants import Variants, closed, verified
 
 LINES_FOR_ADVICE = 4_000
 """Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs and some seconds."""
@@ -165,7 +163,7 @@ def lower_inputs(
         check_arguments(step.fn, batch.structure.num_children)
         program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
-        program = check(verify(finished(program, Order())))
+        program = verified(program, closed(program))
         return _fitting(Lowered(program, params, None, batch, structure, budget))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
