@@ -9,7 +9,7 @@ program is verified after every pass; a violation names the pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fzero.budget import Choice
 from fzero.errors import VerifyError
@@ -26,6 +26,9 @@ from fzero.schedule.check import check
 from fzero.schedule.order import Order, order
 from fzero.transforms import accumulate, remat, spread, tiers
 from fzero.transforms.shard import Zero
+
+Name = Literal["trace", "fuse", "copies", "remat", "accumulate", "shard", "cut_update", "speculate", "hoist_updates", "tiers", "overlap", "rename", "pool"]
+"""The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to cut, and some passes less."""
 
 
 class Sides(NamedTuple):

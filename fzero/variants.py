@@ -73,14 +73,9 @@ class Variants:
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
-        cut = self.cut(choice)
-        chosen = sides(cut, choice)
-        key = id(cut.lines), chosen
+        key = self._key(choice)
         if key not in self._finished:
-            self._recent[key] = list(closed(cut, chosen))
-            self._finished[key] = self._recent[key][-1][1]
-            if len(self._recent) > RECENT:
-                del self._recent[next(iter(self._recent))]
+            *_, _ = self.stages(choice)
         return self._finished[key]
 
     def cut(self, choice: Choice) -> Program:
@@ -89,10 +84,22 @@ class Variants:
 
     def stages(self, choice: Choice) -> Iterator[tuple[Pass, Program]]:
         """The program of a choice after every pass."""
-        program, cut = self(choice), self.cut(choice)
-        key = id(cut.lines), sides(cut, choice)
-        *most, (last, _) = self._recent.get(key) or closed(cut, key[1])
-        yield from (*self._opened(choice), *most, (last, program))
+        yield from self._opened(choice)
+        key = self._key(choice)
+        if key in self._recent:
+            yield from self._recent[key]
+            return
+        made: list[tuple[Pass, Program]] = []
+        for passed, program in closed(self.cut(choice), key[1]):
+            made.append((passed, self._finished.setdefault(key, program) if passed is CLOSING[-1] else program))
+            yield made[-1]
+        self._recent[key] = made
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+
+    def _key(self, choice: Choice) -> tuple[int, Sides]:
+        cut = self.cut(choice)
+        return id(cut.lines), sides(cut, choice)
 
     def verified(self, choice: Choice) -> Program:
         """The program of a choice, verified after every pass."""

@@ -8,7 +8,7 @@ A line reads values of the tier it computes on, a copy between tiers those of th
 What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what it waits for has arrived by then.
 Every leaf that the step assigns is written, and besides those only the copies that are computed with.
 
-Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops.py does not list is a violation,
+Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does not list is a violation,
 and so is an axis that the mesh does not have. Every op listed there has a rule here.
 """
 
