@@ -6,6 +6,7 @@ through autograd, whatever its transforms: they change how a step is carried out
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -130,7 +131,7 @@ class Step:
         check_state(state, "make one with step.init")
         check_batch(batch)
         check_bare(batch, tree.leaves(batch))
-        batch = tree.map(torch.Tensor.detach, batch)
+        batch = tree.map(functools.cache(torch.Tensor.detach), batch)  # by identity: leaves that are one tensor stay so
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]

@@ -60,7 +60,7 @@ def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]])
 
 
 def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
-    fix = "return the loss, which the step differentiates; a gradient in the loss is torch.autograd.grad(y, x, create_graph=True), and x.register_hook changes one"
+    fix = "return the loss, which the step differentiates; in it, a gradient is torch.autograd.grad(y, x, create_graph=True), and x.register_hook changes one"
     return TraceError(message(owner, f"{what}: no step reads those", where, fix))
 
 
