@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -59,7 +60,9 @@ MOST_PROGRAMS = 16
 """Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""
 
 LOOKED_AT_EVERY = 16
-"""Calls of a program after which what its functions read beside their arguments is compared; and at each of as many first ones."""
+"""Calls of a program after which what its functions read beside their arguments is compared; at each of as many first ones; and whenever the time since the
+last call is so long that a look takes less than `_SHARE` of it."""
+_SHARE = 0.01
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
+        self._called, self._looking = 0.0, 0.0  # when a program was called last, and how long a look at its settings takes
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
@@ -144,15 +148,20 @@ class Compiled:
             what = f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: these leaves are not"
             raise FzeroValueError(message(self.owner, what, [*odd, *kept.strides], "give x.contiguous()"))
         kept.calls += 1
-        if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+        since, self._called = perf_counter() - self._called, perf_counter()
+        changed = changes(kept.settings, self._settings()) if kept.calls > 1 and _SHARE * since >= self._looking else []
+        if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0 or changed:
+            about = f"reads another value than before: {changed[0]}" if changed else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
             agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
         """What the step's functions read now beside their arguments."""
-        return settings(*self._functions(), strict=False)
+        start = perf_counter()
+        found = settings(*self._functions(), strict=False)
+        self._looking = perf_counter() - start
+        return found
 
     def _functions(self) -> tuple[Any, ...]:
         return (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
