@@ -6,6 +6,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from fzero.program import strides
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, counted, settings, timed
+from fzero.program.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -208,6 +209,9 @@ class Compiled:
         after = counted(*self._functions())
         changed = [_changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value]
         if changed or agree.describe(again.program) != agree.describe(lowered.program):
+            others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+            if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
+                changed.append(f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. random.Random(seed)")
             fix = (
                 "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
                 "what is only written down goes into a list"
