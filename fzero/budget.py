@@ -137,7 +137,7 @@ def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence
     others = [c for c in found if c.whole_grads != best.whole_grads]
     if others:
         faster = min(map(known.seconds, others)) - known.seconds(best)
-        because = f"{1e3 * faster:.3g} ms a step faster than {'shards' if best.whole_grads else 'whole'}"
+        because = f"{duration(faster)} a step faster than {'shards' if best.whole_grads else 'whole'}"
     return replace(best, because=because)
 
 

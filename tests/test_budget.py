@@ -74,8 +74,8 @@ def test_the_plan_says_what_was_decided_and_why() -> None:
     least, _ = span()
     small, large = (next(d for d in lowered(n).plan.decisions if d.what == "gradients") for n in (least, 1 << 30))
     assert small.chosen == "shards" and "more than the budget" in small.why
-    assert large.chosen == "whole" and "ms a step faster than shards" in large.why
-    assert "ms a step faster than shards" in str(lowered(1 << 30).plan) and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    assert large.chosen == "whole" and "a step faster than shards" in large.why
+    assert "a step faster than shards" in str(lowered(1 << 30).plan) and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
     (free,) = lowered(None).plan.decisions
     assert free.chosen == "shards" and "no budget" in free.why
     step = fz.compose(fz.data_parallel(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
