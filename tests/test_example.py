@@ -135,6 +135,10 @@ BAD_FLAGS = {
     "--steps 0 is less than 1; --heads -1 is less than 1": ("--steps", 0, "--heads", -1),
     "argument --zero: invalid choice": ("--zero", 4),
     "unrecognized arguments: --accumlate": ("--accumlate", 2),
+    "--lr -1 is not from 0 to 1e+09; --label-smoothing 2 is not from 0 to 1": ("--lr", -1, "--label-smoothing", 2),
+    "--z-loss nan is not from 0 to 1e+09; --timeout inf is not from 1 to 1e+09": ("--z-loss", "nan", "--timeout", "inf"),
+    "--json no/where.json is no file in a folder that exists": ("--json", "no/where.json"),
+    f"--out {__file__}/runs: {__file__} is no folder that can be written": ("--out", f"{__file__}/runs"),
 }
 
 
