@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "results" / "modules.md"
 
 
 def test_the_first_sample_of_each_module():
-    found = {name: in_process(module_cases, name, 1) for name in databases().modules}
+    found = {name: in_process(module_cases, name, 1, blocks=i % 3 == 0) for i, name in enumerate(sorted(databases().modules))}
     assert not [fault for item in found.items() for fault in faults(*item)]
     assert not {name for name, ways in found.items() if any(o.kind == "refused" for os in ways.values() for o in os)}
     assert sum(bool(ways["plain"]) for ways in found.values()) >= 106

@@ -214,10 +214,11 @@ Found = dict[str, list[Outcome]]  # for each way to run a sample, an outcome for
 Run = Callable[..., list[Any]]  # of a pool of ranks
 
 
-def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | None) -> Found:
+def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | None, blocks: bool = True) -> Found:
     """Outcomes outside of blocks, and as a block that is recomputed."""
     mesh, found = fz.make_mesh(), samples(cases(name), first)
-    return {"plain": [outcome(x, mesh) for x in found], "block": [outcome(x, mesh, [fz.remat("full")], block=True) for x in found]}
+    plain = {"plain": [outcome(x, mesh) for x in found]}
+    return plain | ({"block": [outcome(x, mesh, [fz.remat("full")], block=True) for x in found]} if blocks else {})
 
 
 def on_ranks(names: Sequence[str], first: int | None) -> list[list[Outcome]]:
