@@ -25,6 +25,7 @@ from fzero.errors import BudgetError, FzeroError, message
 from fzero.leaves import auto_of
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
+from fzero.pipeline import Name
 from fzero.program.show import show
 from fzero.progress import shown
 from fzero.runtime.calibrate import calibrate
@@ -123,9 +124,13 @@ class Show(_OfTarget):
 
     flat: Annotated[bool, _FLAG] = False
     """every line, repeated layers not folded into loops"""
+    after: Annotated[Name | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
+    """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate, hoist_updates, tiers, overlap, rename
+    or pool"""
 
     def run(self) -> int:
-        program = self.lowered().program
+        lowered = self.lowered()
+        program = lowered.program if self.after is None else lowered.after(self.after)
         text = show(program, fold=not self.flat)
         if self.json:
             print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))

@@ -26,7 +26,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.runtime.measure import SCRATCH, rates
 from fzero.schedule.calibration import calibration_path, cores, cpu_model, machine, save_calibration
-from fzero.schedule.devices import KNOWN, Device, Link
+from fzero.schedule.devices import KNOWN, Device, Link, peaks_of
 
 _PATIENCE = 300.0  # seconds that the processes get which measure together, besides those that measuring takes
 
@@ -104,6 +104,7 @@ def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Devic
         source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
         host=None,
         machine=machine(device_type),
+        peak_flops=peaks_of(torch.cuda.get_device_name(0)) if cuda else {},
     )
 
 

@@ -81,6 +81,7 @@ class Device:
         machine: of a calibration, what it is valid for.
         attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing were masked; where it is not
             listed, that of products.
+        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if that is not known.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Device:
     source: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of fused attention, "forward" or
