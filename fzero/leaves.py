@@ -160,8 +160,8 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
         TransformError: that is left open.
     """
     if auto_of(step) is not None:
-        fix = "give an evaluation the transforms of the training step that was resolved: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
-        raise TransformError(message("offload", f"{auto_of(step)} is resolved for a training step, with its batch", fix=fix))
+        fix = "give an evaluation, or a step to check, the transforms of the compiled step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+        raise TransformError(message("offload", f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets", fix=fix))
     return tuple(t for t in step.transforms if isinstance(t, Offload))
 
 

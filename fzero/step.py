@@ -388,7 +388,7 @@ def check_batch(batch: Any) -> None:
     """Raises naming every leaf that is not a dense tensor."""
     wrong = _not_dense(batch, "batch")
     if wrong:
-        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
+        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor or .to_dense(); close over settings"))
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:

@@ -14,10 +14,11 @@ from models import MODELS, OPTIMIZERS
 from test_parity import NUM_STEPS, difference, plain
 
 import fzero as fz
-from fzero import variants
+from fzero import pipeline, variants
 from fzero.budget import Choice
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.program.ir import Program, transfer_bytes
+from fzero.program.ir import Program
+from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
 from fzero.program.splice import cut_as
 from fzero.program.update import cut_update
@@ -132,10 +133,10 @@ def test_one_cut_of_the_update_serves_every_choice(monkeypatch: pytest.MonkeyPat
     least, most = span()
     budgets = [least, (least + most) // 2, most + 4096]
     cuts: list[Program] = []
-    monkeypatch.setattr(variants, "cut_update", lambda program: cuts.append(program) or cut_update(program))
+    monkeypatch.setattr(pipeline, "cut_update", lambda program: cuts.append(program) or cut_update(program))
     spliced = [source(lower(budget).program) for budget in budgets]
     assert len(cuts) == len(budgets) and len(set(spliced)) > 1
-    monkeypatch.setattr(variants, "cut_as", lambda *_: None)
+    monkeypatch.setattr(pipeline, "cut_as", lambda *_: None)
     assert [source(lower(budget).program) for budget in budgets] == spliced
     assert len(cuts) > 2 * len(budgets)
 
@@ -144,7 +145,7 @@ def test_an_update_that_reads_other_values_is_cut_anew() -> None:
     def spread_and_cut(transforms: Any) -> tuple[Program, Program]:
         found: list[Program] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(variants, "cut_update", lambda program: found.append(program) or cut_update(program))
+            patch.setattr(pipeline, "cut_update", lambda program: found.append(program) or cut_update(program))
             fz.lower(transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2))
         return found[0], cut_update(found[0])
 
@@ -166,7 +167,9 @@ def test_shares_that_keep_the_same_are_one_program(monkeypatch: pytest.MonkeyPat
 
 def test_only_what_is_chosen_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Program] = []
-    monkeypatch.setattr(variants, "check", lambda program: checked.append(program) or check(program))
+    *most, pool = pipeline.CLOSING
+    watched = pool._replace(check=lambda program: checked.append(program) or check(program))
+    monkeypatch.setattr(variants, "CLOSING", (*most, watched))
     found = lower(1 << 30)
     assert checked == [found.program]
 

@@ -276,7 +276,7 @@ def test_a_cursor_of_other_data_is_refused_with_all_differences():
         with pytest.raises(FzeroValueError, match="not the number of a batch\nFix: give a cursor"):
             data.resume({**data.cursor(7), "next": wrong})
     for wrong in ("10", torch.tensor([10, 11])):
-        with pytest.raises(FzeroValueError, match="seq: saved with .*, now 10\n"):
+        with pytest.raises(FzeroValueError, match=r"seq: saved with .*, now 10\n"):
             data.resume({**data.cursor(7), "seq": wrong})
 
 

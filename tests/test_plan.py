@@ -14,7 +14,8 @@ from models import BATCH, STAGES, batches, meta_part, part
 
 import fzero as fz
 from fzero import compat, errors, optim
-from fzero.program.ir import Function, Line, Placement, Program, Value, transfer_bytes
+from fzero.program.ir import Function, Line, Placement, Program, Value
+from fzero.program.ops import transfer_bytes
 from fzero.program.record import record
 from fzero.program.storages import output_storages
 from fzero.runtime.profile import allocated

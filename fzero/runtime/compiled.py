@@ -223,7 +223,7 @@ class Compiled:
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
         with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else nullcontext():
-            lowered = replace(self._lower(params, batch), chosen=self._chosen)
+            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)  # a run keeps its program alone
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}

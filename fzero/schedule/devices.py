@@ -196,12 +196,20 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     if str(name).lower() in KNOWN:
         return KNOWN[str(name).lower()]
     if (path := Path(name)).exists():
-        return Device.from_json(path.read_text(), str(path))
+        return Device.from_json(_text(path), str(path))
     base, *changes = str(name).split(",")
     if changes:
         return _changed(get_device(base, device_type), changes)
     problems = [f"{known}: {device.source}" for known, device in KNOWN.items()]
     raise FzeroValueError(message("device", f"{str(name)!r} is neither a known device nor a calibration file", problems, "give one of these, or a path"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = f"give the path of a file that fzero calibrate wrote, or one of {', '.join(KNOWN)}"
+        raise FzeroValueError(message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)) from error
 
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.program.ir import Program, transfer_bytes
+from fzero.program.ir import Program
+from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
 from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, on_mesh, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
