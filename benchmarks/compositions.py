@@ -1,6 +1,6 @@
 """Whether random compositions of models, optimizers and transforms compute what the plain step does: those of tests/composed.py, by number.
 
-    python benchmarks/compositions.py                        # 2,000 compositions: about an hour on 2 cores
+    python benchmarks/compositions.py                        # 2,000 compositions: about two hours on 2 quiet cores
     python benchmarks/compositions.py --first 2000 --numbers 500
 
 Each is trained for some steps, as it is and as a plain step of the same function, by `fzero.testing.check_equivalent`. Nothing was planted: a difference is
