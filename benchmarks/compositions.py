@@ -73,8 +73,9 @@ def main() -> None:
     kinds = collections.Counter(choice.replace("=_", "=") for _, text, _ in found for choice in text.split(", "))
     rows: list[tuple[Any, ...]] = [("compositions", len(found)), ("equal", len(found) - len(wrong)), ("others", len(wrong))]
     rows += [(kind, number) for kind, number in sorted(kinds.items()) if kind.split("=")[0] in ("layer", "optimizer", "precision", "remat", "vertical", "tied")]
+    last = max((number for number, _, _ in found), default=args.first)
     notes = [
-        f"Compositions {args.first} to {args.first + args.numbers - 1} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one rank.",
+        f"Compositions {args.first} to {last} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one rank.",
         "Below the first three rows: how often what was chosen.",
         f"Wanted: none differs ({verdict(len(wrong), 0)}).",
         *(f"{number}: {problem.splitlines()[0]} ({text})" for number, text, problem in wrong),
