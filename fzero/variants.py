@@ -13,9 +13,10 @@ from typing import Any
 
 from fzero.budget import ENDS, Choice
 from fzero.layout import TIERS as TIERS_OF_LEAVES
+from fzero.layout import Leaf
 from fzero.program.early import early
 from fzero.program.guess import TIERS, guess, num_guessable
-from fzero.program.ir import Program
+from fzero.program.ir import WHOLE, Placement, Program, Value
 from fzero.program.names import apart
 from fzero.program.record import uncollected
 from fzero.program.splice import cut_as
@@ -41,10 +42,11 @@ class Variants:
         zero: what its parallel transforms ask for.
         num_micro: micro-batches.
         batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+        gradients: leaves for gradients that wait on disk, by the path of the parameter.
     """
 
-    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):
-        self.base, self._zero, self._num_micro, self._batch = base, zero, num_micro, batch
+    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]], gradients: Mapping[str, Leaf]):
+        self.base, self._zero, self._num_micro, self._batch, self._gradients = base, zero, num_micro, batch, gradients
         self._blocks: dict[Any, Choices] = {}
         self._looped: dict[Any, tuple[Program, Program]] = {}
         self._spread: dict[Any, tuple[Program, Program]] = {}
@@ -61,28 +63,37 @@ class Variants:
 
     def grads(self, least: Choice) -> list[str]:
         """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least of the device's memory."""
-        program, found = self._stages(least)[-1], dict[Any, str]()
+        program, on_disk, found = self._stages(least)[-1], self._on_disk(least), dict[Any, str]()
         for grads in tiers.GRADS:
-            waiting = [tiers.waiting_on_host(program, tiers.updated_on_device(program, share), grads) for share in ENDS]
+            waiting = [tiers.waiting_on_host(program, tiers.updated_on_device(program, share), grads).difference(on_disk) for share in ENDS]
             if tuple(waiting) not in found or grads == "update":
                 found[tuple(waiting)] = grads
         return list(found.values())
 
-    def like(self, base: Program) -> Variants:
+    def like(self, base: Program, gradients: Mapping[str, Leaf]) -> Variants:
         """Those of another base program with the same blocks: what comes to the same is worked out once for all of them."""
-        out = Variants(base, self._zero, self._num_micro, self._batch)
+        out = Variants(base, self._zero, self._num_micro, self._batch, gradients)
         out._blocks, out._shared = self._blocks, self._shared
         return out
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
-        program = self._stages(choice)[-1]
+        program, on_disk = self._stages(choice)[-1], self._on_disk(choice)
         on_device = tiers.updated_on_device(program, choice.host_share)
-        waiting = tiers.waiting_on_host(program, on_device, choice.grads)
+        waiting = tiers.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
         key = (*self._key(choice), choice.order, on_device, waiting, choice.guess)
         if key not in self._finished:
-            self._finished[key] = finished(program, choice.order, on_device, choice.guess, waiting)
+            self._finished[key] = finished(_with_leaves(program, self._gradients), choice.order, on_device, choice.guess, waiting, on_disk)
         return self._finished[key]
+
+    def _on_disk(self, choice: Choice) -> dict[str, str]:
+        """The gradients of a choice that wait on disk, each with its leaf."""
+        if not self._gradients:
+            return {}
+        *_, whole, cut = self._stages(choice)
+        names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
+        waiting = tiers.gradients_that_wait(cut)
+        return {names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting}
 
     def cut(self, choice: Choice) -> Program:
         """The program of a choice before copies between tiers are placed: in the order of its lines."""
@@ -126,8 +137,20 @@ class Variants:
         return tuple(map(present.index, numbers))
 
 
+def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
+    """The program with the leaves that gradients wait in among its inputs."""
+    leaves = {leaf.path: leaf for leaf in gradients.values()}
+    values = (Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE) for x in leaves.values())
+    return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
+
+
 def finished(
-    program: Program, choice: Order, on_device: frozenset[str] = frozenset(), guesses: Sequence[str] = (), waiting: frozenset[str] = frozenset()
+    program: Program,
+    choice: Order,
+    on_device: frozenset[str] = frozenset(),
+    guesses: Sequence[str] = (),
+    waiting: frozenset[str] = frozenset(),
+    on_disk: Mapping[str, str] | None = None,
 ) -> Program:
     """A program whose update is cut, that of leaves on some tiers on a guess, put in order, with its places in the pool."""
-    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device, waiting), choice)))
+    return buffers.place(apart(order(tiers.rewrite(early(guess(program, guesses)), on_device, waiting, on_disk), choice)))

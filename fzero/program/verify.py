@@ -6,7 +6,8 @@ whole. A gather takes shards, a reduction summands, and what arrives is placed a
 once, and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten.
 A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is stored.
 What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what it waits for has arrived by then.
-Every leaf that the step assigns is written, and besides those only the copies that are computed with.
+Every leaf that the step assigns is written, and besides those only the copies that are computed with, and those in which gradients wait: these are read
+once they are written, and not before.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops.py does not list is a violation,
 and so is an axis that the mesh does not have. Every op listed there has a rule here.
@@ -21,7 +22,7 @@ import torch
 
 from fzero.errors import VerifyError, message
 from fzero.program.guess import compared, is_guess
-from fzero.program.ir import COLLECTIVES, COPIES, MOVING, WHOLE, Line, Placement, Program, Value, from_to
+from fzero.program.ir import COLLECTIVES, COPIES, MOVING, WHOLE, Line, Placement, Program, Value, copied, from_to
 from fzero.program.ops import misformed
 from fzero.program.segment import ancestors
 
@@ -72,6 +73,8 @@ class _Checker:
                     self._bad(line, f"{name} is read before it is made")
                 elif name in self.started and line.op != "wait":
                     self._bad(line, f"{name} is still moving")
+                elif self._waits(name):
+                    self._gradient(line, name)
                 elif self._root(name) in self.overwritten and not self._reads_new(line, name):
                     self._bad(line, f"{name} has been overwritten")
             self._check(line)
@@ -133,12 +136,12 @@ class _Checker:
                 self.problems.append(f"output {name} is {value.placement}")
             elif self._root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        roles = ("params", "mutable", "opt_state", "step", "compute", "loss_scale", "precision", "fp8")
+        roles = ("params", "mutable", "opt_state", "step", "compute", "gradients", "loss_scale", "precision", "fp8")
         state = {n for n, leaf in self.program.leaves.items() if leaf.role in roles}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
-            elif name not in self.program.assigns and self.program.leaves[name].role != "compute":
+            elif name not in self.program.assigns and self.program.leaves[name].role not in ("compute", "gradients"):
                 self.problems.append(f"{name} is written, but the step does not assign it")
         self.problems += [f"{name} is never written, but the step assigns it" for name in self.program.assigns if name not in self.written]
         for name in sorted(self.written & set(self.aliases)):
@@ -152,6 +155,14 @@ class _Checker:
     def _reads_new(self, line: Line, name: str) -> bool:
         """Whether a line is meant to read what was written: the gather and the copy of new values, the targets of an assignment or a copy."""
         return (line.op in ("all_gather_start", *COPIES) and name in self.aliases) or (line.op in ("assign", *COPIES) and name in line.writes)
+
+    def _waits(self, name: str) -> bool:
+        """Whether a name is that of a leaf in which a gradient waits: it has no old value, and is read once it has the new one."""
+        return name in self.program.leaves and self.program.leaves[name].role == "gradients"
+
+    def _gradient(self, line: Line, name: str) -> None:
+        if name in copied(line) and (name not in self.written or any(name in start.writes for start in self.started.values())):
+            self._bad(line, f"{name} is read before it is written")
 
     def _check(self, line: Line) -> None:
         problems = misformed(line)
@@ -216,8 +227,9 @@ class _Checker:
             return
         for v, source in zip(line.out, sent, strict=True):
             if start.op in COPIES:
-                self.carried |= {v.name} if source.name in self.written | self.carried else set()
-                self.aliases |= {v.name: root} if (root := self._root(source.name)) in self.program.leaves else {}
+                if not self._waits(source.name):
+                    self.carried |= {v.name} if source.name in self.written | self.carried else set()
+                    self.aliases |= {v.name: root} if (root := self._root(source.name)) in self.program.leaves else {}
                 if v.tier != from_to(start)[1]:
                     self._bad(line, f"{v.name} is {v}")
             if v.placement != _arrives(start, source.placement):

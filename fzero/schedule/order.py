@@ -163,6 +163,8 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
     """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; if that is `at_once`,
     to there however far it is, unless all that it moves are leaves.
 
+    What was written in this step starts right behind that too, but for what was written to disk, where it waits for room: that starts once it is there.
+
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
     that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
     """
@@ -174,6 +176,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
     readers = _readers(lines)
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
+    stores = {x.out[0].name: x.writes for x in lines if x.op in COPIES}
     out: list[Line] = []
     passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
@@ -200,7 +203,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
             counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
             if reader is not None and _is_update(reader):  # the first ones start before blocks
                 counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
-            far = written or (at_once and not state.issuperset(line.args))
+            far = (written and line.op != "disk_read_start") or (at_once and not state.issuperset(line.args))
             left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
@@ -217,7 +220,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
             passed[False] += id(line) in blocks
             passed[True] += id(line) in updates
         made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-        for name in line.writes:
+        for name in line.writes if line.op != "wait" else stores.get(line.args[0], ()):
             writers.setdefault(name, []).append(line)
     return out
 
@@ -255,6 +258,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     stores = {v.name for x in lines if x.op == "to_host_start" and x.writes for v in x.out}
     leaving = {x.out[0].name for x in lines if x.op == "to_host_start" and not x.writes}
+    written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
     waits = {x.args[0]: x for x in lines if x.op == "wait" and x.args[0] in leaving}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
@@ -266,7 +270,8 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         block = _is_block(line) and not repeats(line)
         counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
         done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
-        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
+        read = line.args if line.op == "disk_read_start" else ()  # what was written to disk is there before it is read again
+        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done or not set(written.get(w.args[0], ())).isdisjoint(read)]
         out += due
         held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
         out.append(line)

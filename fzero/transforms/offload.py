@@ -20,7 +20,7 @@ from fzero.transforms.shard import Where
 TIERS = {"cpu": "host", "nvme": "disk"}
 """The tiers one can name, and what a layout calls them. "auto" leaves them open."""
 
-ROLES = ("opt_state", "params", "activations")
+ROLES = ("opt_state", "params", "activations", "gradients")
 SIDES = ("auto", "host", "device")
 Path = str | os.PathLike[str]
 
@@ -150,6 +150,8 @@ def offload(
         problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
     if tier == "nvme" and "activations" in roles:
         problems.append("of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to 'cpu'")
+    if tier == "cpu" and "gradients" in roles:
+        problems.append("of='gradients': in host memory they wait without being told to, where the plan finds room: send them to 'nvme'")
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
     elif tier == "auto" and fraction != 1:
@@ -167,11 +169,13 @@ def offload(
 
 
 class Tiers(NamedTuple):
-    """Where a parameter rests, its optimizer state, and the copy that is computed with, if it is a master: each one of `layout.TIERS`."""
+    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it waits, its gradient, unless the plan says
+    so: each one of `layout.TIERS`."""
 
     param: str
     opt_state: str
     copy: str
+    gradient: str
 
 
 def tiers_of(
@@ -189,17 +193,18 @@ def tiers_of(
     """
     ties = list(range(len(params))) if ties is None else ties
     distinct = [i for i, t in enumerate(ties) if i == t]
-    by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}}
+    by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}, "gradients": {}}
     for record in records:
         for role in (role for role in record.of if role in by_role):
-            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state
+            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state, and no gradient
             held = [i for i in held if i not in by_role[role] and params[i].role != "mutable"]
             by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
     out = []
     for t in ties:
         state = by_role["opt_state"].get(t, "device")
         param = by_role["params"].get(t, "device")
-        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param))
+        gradient = by_role["gradients"].get(t, "device")
+        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param, gradient))
     return out
 
 
