@@ -1,7 +1,7 @@
 """offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles before in whole, and a part of the last
-one. Of what is on disk a part may be on the host instead.
+one. Of what is on disk a part may be on the host instead. Gradients wait on disk only where the host has no room for them.
 
 [Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (fzero/bounds.py): the bytes that rest, the
 gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for those that are expected not to fit, by
@@ -132,6 +132,7 @@ class _Search:
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))  # after a loop there is nothing left to run beside
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
+        bounds |= self._with_gradients_on_disk(bounds)
         tried = set[tuple[Shares, Choice]]()
         for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
             lines = sum(len(program.lines) for program in self.made.values())
@@ -177,6 +178,17 @@ class _Search:
                 below = shares
         return list(found)
 
+    def _with_gradients_on_disk(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> dict[tuple[Shares, Choice], Least]:
+        """Those that take more than the host may have, with gradients on disk instead, if that helps."""
+        limit, found = self.budget.host, dict[tuple[Shares, Choice], Least]()
+        if limit is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
+            return found
+        for shares, way in (candidate for candidate, bound in bounds.items() if bound.host > limit):
+            candidate = (*shares, _Share(("gradients",), "nvme", FINEST)), replace(way, grads=self.least.grads)
+            if candidate not in found and (bound := self._bound(*candidate)).host <= limit:
+                found[candidate] = bound
+        return found
+
     def _everything(self) -> Shares:
         """All that may leave the device."""
         state = tuple(role for role in _STATE if role in self.auto.of)
@@ -212,7 +224,7 @@ class _Search:
             on_host = share.back if share.tier == "nvme" else share.eighths
             of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
         on_host = way.host_share > 0 and self.auto.update_on != "device"
-        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device, way.guess)
+        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1]), on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""

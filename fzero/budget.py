@@ -270,6 +270,10 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
     fixes = ["apply what lowers it most"] if advice else []
+    host = budget.host is not None and found.host_peak_bytes > budget.host
+    if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
+        vertical = ", with fz.accumulate(n, vertical=True)" if any(line.op == "loop" for line in program.lines) else ""
+        fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){vertical})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
     return BudgetError(message("memory_budget", "the step does not fit", [*problems, *advice], ", ".join([*fixes, "or raise the budget"]).removeprefix("or ")))
 

@@ -158,11 +158,6 @@ def _known_last(program: Program, own: set[str]) -> set[str]:
     return found
 
 
-def _is_late(line: Line) -> bool:
-    """Whether a line is an update that is not on a guess: it comes after whatever it waits for."""
-    return line.by == "optimizer" and line.op == "call" and bool(line.writes) and not is_guess(line)
-
-
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
     """How many blocks whose state rests off the device are updated on the host, of how many."""
     updates = _updates(program)
@@ -190,6 +185,7 @@ class _Rewrite:
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
         self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
         self.leaving: dict[str, list[str]] = {}  # by a waiting gradient those of its update that are not made yet
+        self.known = _known_last(program, _no_gradients(program))
         totals = _totals(program)
         for line in _updates(program):
             together = [a for a in line.args if a in self.waiting and a not in totals]
@@ -227,7 +223,7 @@ class _Rewrite:
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
             self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
-            before = self._written() if _is_late(line) else []
+            before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
             guessed = [replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x for x in lines]
             return [*before, *(guessed if is_guess(line) else lines)]
@@ -249,6 +245,14 @@ class _Rewrite:
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
         off = {a: n for a, n in state.items() if "device" not in self._at(a)}
         return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
+
+    def _is_late(self, line: Line) -> bool:
+        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or what knows something of all gradients."""
+        return line.by == "optimizer" and line.op == "call" and not is_guess(line) and bool(line.writes or not self.known.isdisjoint(line.args))
+
+    def _stored(self, line: Line) -> dict[str, str]:
+        """The gradients that a line reads from disk, each with its leaf."""
+        return {a: self.on_disk[a] for a in line.args if a in self.on_disk} if self._is_late(line) else {}
 
     # --- where values lie ---
 
@@ -284,8 +288,7 @@ class _Rewrite:
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        late = line.attrs.get("backward") or _is_late(line)
-        stored = {a: self.on_disk[a] for a in line.args if a in self.on_disk and _is_late(line)}
+        late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
         absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or a in stored or (late and a in self.resting)]
         absent = [a for a in absent if a not in shared]
         lines: list[Line] = []
