@@ -212,7 +212,8 @@ class _Search:
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in shares), any(s.tier == "cpu" or s.back for s in shares)
+        held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
+        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in held), any(s.tier == "cpu" or s.back for s in held)
         there = (state and disk, state and host and self.budget.host is not None)  # copies in host memory take room that must be given
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
         ends = ENDS if open_side else ENDS[:1]
@@ -227,9 +228,11 @@ class _Search:
         return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1]), on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
-        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
+        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did; updates on
+        the device take no less than on the host."""
         shares, way = candidate
-        known = (self.besides.get(like) for like in (_kind(shares, way), way, replace(way, guess=())))
+        on_host = replace(way, host_share=ENDS[0])
+        known = (self.besides.get(like) for like in (_kind(shares, way), _kind(shares, on_host), way, replace(way, guess=())))
         device, host = next(filter(None, known), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 

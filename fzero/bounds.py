@@ -121,8 +121,8 @@ class Sizes:
             return queues(0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through)
 
         disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))  # what is updated in the backward
-        if guess == ("disk",) and state_d:  # not what has parameters elsewhere
-            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
+        if guess == ("disk",) and state_d:  # not what has parameters elsewhere, nor, with state elsewhere, what is updated with it: there is such in most blocks
+            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
         leaving = waiting * (self.turns if on_host else 1) + stored

@@ -13,6 +13,7 @@ import pytest
 
 import fzero as fz
 from fzero.bounds import Rests, Sizes
+from fzero.errors import BudgetError
 from fzero.progress import Progress
 from fzero.schedule.devices import KNOWN, Link
 from fzero.units import size
@@ -46,6 +47,27 @@ def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any) -> None:
     assert found.host_breakdown["gradients"] > 0.8 * grads and found.breakdown["gradients"] < 0.6 * grads
     assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
     assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
+
+
+def test_a_model_whose_gradients_the_host_has_no_room_for_either(llama: Any) -> None:
+    """They wait on disk, which is said, and is all that helps."""
+    budgets, shallow = {**SMALL, "host_budget": "3GB"}, {**SHALLOW, "vertical": True}
+    found = planned(llama, budgets, **shallow)
+    assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 3e9 and found.disk_bytes <= 20e9
+    assert found.decisions[0].what == "offload" and "gradients on disk" in found.decisions[0].chosen
+    grads = 4 * sum(x.numel() for x in fz.tree.leaves(llama.headline(layers=2)[1]))
+    assert found.host_peak_bytes < grads < found.disk_bytes
+    assert found.channels["disk"].bytes > 2 * grads
+    step, params, batch = llama.headline(**shallow)
+    elsewhere = replace(step, transforms=tuple(t if t.name != "offload" else replace(t, of=("opt_state", "params", "activations")) for t in step.transforms))
+    with pytest.raises(BudgetError, match="makes the step fit"):
+        fz.lower(elsewhere, GPU, params, batch, device=DEVICE, **budgets)
+
+
+def test_seven_billion_parameters_beside_a_small_host(llama: Any) -> None:
+    found = planned(llama, {"memory_budget": "22GB", "host_budget": "30GB", "disk_budget": "500GB"})
+    assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 30e9
+    assert "gradients on disk" in found.decisions[0].chosen and found.host_breakdown["gradients"] < 4e9
 
 
 def test_seven_billion_parameters(llama: Any) -> None:
@@ -82,6 +104,10 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert guessed[:3] == (1, 4, 2 * 16) and guessed.seconds == 3 + 2 + 14 + 16 / 0.5, "activations leave meanwhile"
     apart = sizes.least(Rests(state=(0.0, 1.0), params=(1.0, 0.0)), True, "update", device, ("disk",))
     assert apart.disk == 10 and apart.phases[2][1], "not on a guess: what it would overwrite in host memory has no copy"
+    stored = sizes.least(replace(rests, gradients=1.0), True, "update", device)
+    assert stored[:3] == (1, 0, 16 + 4) and [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5, 14 + 4 + 16 / 0.5], "written, and read by the update"
+    stored = sizes.least(replace(rests, gradients=1.0), True, "update", device, ("disk",))
+    assert [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5 + 14 + 16 / 0.5, 0], "a guess reads what is still in memory"
     looped = replace(sizes, turns=3).least(Rests(state=(1.0, 0.0)), True, "device", device)
     assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 

@@ -19,7 +19,7 @@ from offloads import BOTH, same
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroValueError, TransformError, VerifyError
+from fzero.errors import BudgetError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.optim.loss_scale import LossScale
 from fzero.program.ir import Program, from_to
@@ -146,6 +146,30 @@ def test_on_disk_wherever_they_come_from(tmp_path: Path, options: dict[str, bool
         assert len(on_disk(program)) == LAYERS, name
         (way,) = {from_to(line) for line, _ in program.walk() if line.op == "disk_write_start" and line.writes[0].startswith("extras")}
         assert way == ("host" if options["unified_memory"] else "device", "disk")
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_memory_does_not_grow_with_the_layers(fraction: float) -> None:
+    """Of host and device: a gradient on disk comes back for its update, and not before, wherever that runs and wherever the rest is."""
+    apart = fz.AbstractMesh(data=1, device_type="cuda")
+    for rest in (fz.offload("nvme", BOTH, path="/s"), fz.offload("nvme", BOTH, path="/s", update_on="device"), fz.offload("cpu", BOTH, update_on="device")):
+        found = []
+        for layers in (6, 12):
+            params = [{"w": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")} for _ in range(layers)]
+            step = fz.compose(rest, fz.offload("nvme", "gradients", path="/s", fraction=fraction), fz.remat("full"))(fz.train_step(loss_fn, optimizer()))
+            found.append(fz.lower(step, apart, params, torch.empty(8, 512, device="meta"), device="h100").plan)
+        more, waiting = 6 * 4 * 512 * 512, 1 - fraction
+        for tier in ("peak", "host_peak"):
+            peaks, resting = ([getattr(p, f"{tier.removesuffix('peak')}{what}_bytes") for p in found] for what in ("peak", "resting"))
+            assert peaks[1] - resting[1] - (peaks[0] - resting[0]) < (0.2 + waiting) * more, (rest, tier)
+
+
+def test_no_room_on_the_host_is_told_with_the_disk() -> None:
+    params = [{"w": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")} for _ in range(8)]
+    for more, fix in (((), "path=DIR)"), ((fz.accumulate(2),), "path=DIR), with fz.accumulate(n, vertical=True)")):
+        step = fz.compose(fz.offload("nvme", BOTH, path="/s", update_on="host"), *more)(fz.train_step(loss_fn, optimizer()))
+        with pytest.raises(BudgetError, match=re.escape(f"let gradients wait on disk (fz.offload('nvme', 'gradients', {fix})")):
+            fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda"), params, torch.empty(8, 512, device="meta"), device="h100", host_budget="8MB")
 
 
 def test_an_update_that_does_not_wait_leaves_them_where_they_are(tmp_path: Path) -> None:

@@ -181,20 +181,21 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
     passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
     def upstream(line: Line) -> tuple[set[int], set[int], bool]:
-        """The lines that come along, those that must come before, and whether one of these writes what is moved."""
+        """The lines that come along, those that must come before, and whether one of these writes what is moved, other than to disk."""
         carried = set[int]()
-        makers, written = set[int](), set[int]()
+        makers, written = set[int](), False
         todo = [line]
         while todo:
             for a in todo.pop().args:
                 maker = made.get(a)
-                written.update(map(id, writers.get(a, ())))
+                makers.update(map(id, writers.get(a, ())))
+                written |= any(x.op not in ("disk_write_start", "wait") for x in writers.get(a, ()))
                 if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
-        return carried, makers | written, bool(written)
+        return carried, makers, written
 
     for line in lines:
         if line.op in kinds and not line.writes:
@@ -203,7 +204,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
             counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
             if reader is not None and _is_update(reader):  # the first ones start before blocks
                 counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
-            far = (written and line.op != "disk_read_start") or (at_once and not state.issuperset(line.args))
+            far = written or (at_once and not state.issuperset(line.args))
             left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
