@@ -96,6 +96,11 @@ def attributes(x: torch.Tensor) -> list[str]:
     return [name for name in x.__dict__ if name not in _of_fakes()] if x.__dict__ else []
 
 
+def gradient_hooks(x: torch.Tensor) -> int:
+    """How many hooks a tensor has that run when a gradient was added to its own."""
+    return len(x._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _of_fakes() -> frozenset[str]:
     """The attributes that every fake tensor has. Asked when they are needed: a FakeTensorMode imports Dynamo."""

@@ -199,10 +199,11 @@ def auto_of(step: Step | EvalStep) -> Offload | None:
 
 
 def batch_inputs(batch: Any) -> Inputs:
+    """The leaf table of a batch. Leaves that are one tensor are one to the function, too."""
     check_batch(batch)
     flat, structure = tree.flatten(batch)
     leaves = tuple(Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True))
-    return Inputs(structure, leaves, tuple(range(len(leaves))))
+    return Inputs(structure, leaves, tuple(ties(flat)))
 
 
 def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:

@@ -20,6 +20,7 @@ from fzero import tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
+from fzero.layout import torn_ties
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -251,6 +252,9 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
+    if record_ and (torn := torn_ties([x.path for x in batch.leaves], batch.ties, [record_.cuts(x) for x in batch.leaves], "whole")):
+        fix = "give x.clone() for those that are to be whole"
+        raise FzeroValueError(message("accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix))
     cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
     loops = num_micro > 1 and not (record_ and record_.vertical)
     gradients = _gradients(step, mesh, params)

@@ -6,6 +6,7 @@ through autograd, whatever its transforms: they change how a step is carried out
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from fzero.optim.base import is_transformation
 from fzero.program.means import Weighted, flatten_means, new_values, split_loss
 from fzero.program.optimizer import apply_optimizer
 from fzero.program.refusals import plainly
-from fzero.program.untouched import Untouched
+from fzero.program.untouched import Untouched, without_gradients
 
 INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
@@ -134,7 +135,7 @@ class Step:
         check_state(state, "make one with step.init")
         check_batch(batch)
         check_bare(batch, tree.leaves(batch))
-        batch = tree.map(torch.Tensor.detach, batch)
+        batch = tree.map(functools.cache(torch.Tensor.detach), batch)  # by identity: leaves that are one tensor stay so
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
@@ -147,7 +148,10 @@ class Step:
             values = [leaves[i].detach().requires_grad_() for i in trained]
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
-            parts, aux, new = split_loss(self.loss_fn(params, batch, **kwargs), self.has_aux, self.mutable is not None)
+            paths = tree.paths(state.params, "params")
+            with without_gradients("train_step", [(paths[i], x) for i, x in at.items()]):
+                result = self.loss_fn(params, batch, **kwargs)
+            parts, aux, new = split_loss(result, self.has_aux, self.mutable is not None)
             flatten_means(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
             value = parts.total if parts.count is None else parts.total / parts.count

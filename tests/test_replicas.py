@@ -41,6 +41,8 @@ def _begins(kind: str) -> None:
         train.init(lambda key: {"w": fz.random.normal(key, (6, 6)) * scale, "b": torch.zeros(6)})
     elif kind == "shape":
         train.init({**_params(), **({"c": torch.ones(1)} if rank else {})})
+    elif kind == "dtype":
+        train.init({**_params(), **({"b": torch.zeros(6, dtype=torch.float64), "w": torch.zeros(5, 6)} if rank else {})})
     elif kind == "not tensors":
         train.init({**_params(), "b": "zero"} if rank else _params())
 
@@ -51,7 +53,8 @@ def _begins(kind: str) -> None:
         ("parameters", ["params['w']: not the same on rank 1 as on rank 0", "torch before"]),
         ("key", ["key: not the same on rank 1 as on rank 0"]),
         ("function", ["the init function: not the same on rank 1 as on rank 0"]),
-        ("shape", ["params['c']: not the same on rank 1 as on rank 0"]),
+        ("shape", ["params['c']: float32[1] on rank 1, no such leaf on rank 0"]),
+        ("dtype", ["params['w']: float32[5, 6] on rank 1, float32[6, 6] on rank 0", "params['b']: float64[6] on rank 1, float32[6] on rank 0"]),
         ("not tensors", ["params['b']"]),
     ],
 )
@@ -60,7 +63,7 @@ def test_ranks_that_begin_differently_do_not_begin(run_ranks: Any, kind: str, wo
         assert r.type == ("FzeroTypeError" if kind == "not tensors" and rank else "DivergenceError"), r
         assert r.message.startswith(("fzero.init: ", "fzero.step: ", "fzero.train_step: ")) and "\nFix: " in r.message, r
         assert all(word in r.message for word in words), r
-        assert "params['b']" not in r.message or kind == "not tensors", r.message
+        assert "params['b']" not in r.message or kind in ("not tensors", "dtype"), r.message
 
 
 def _drifts(folder: str, kind: str) -> Any:

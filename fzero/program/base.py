@@ -26,6 +26,7 @@ from fzero.program.optimizer import AGREED, record_update
 from fzero.program.record import Recorded, record
 from fzero.program.trace import Functions, Inputs, Lines, run_traced
 from fzero.program.training import DType, Found, Precision, Training, grad_name
+from fzero.program.untouched import without_gradients
 from fzero.program.watch import Watched, watched_blocks
 
 
@@ -104,7 +105,8 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
             key, step, part = it
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         params = t.params.rebuild(leaves)
-        with checks.collected() as failed:
+        own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
+        with checks.collected() as failed, without_gradients("train_step", own):
             result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
         loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
         loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])

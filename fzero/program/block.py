@@ -31,6 +31,7 @@ from fzero.program.record import Recorded, Recorder, functional, merge_equal, re
 from fzero.program.segment import Part
 from fzero.program.segment import signature as function_signature
 from fzero.program.settings import Settings, changes, settings
+from fzero.program.untouched import without_gradients
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -232,7 +233,7 @@ class Blocks:
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
-        own = [(p, leaf) for name, x in trees for p, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True) if isinstance(leaf, torch.Tensor)]
+        own = _tensors_in(trees)
         first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
         leaves = {i: self.recorder.named(leaf) for i, (_, leaf) in first.items()}
         return [first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}" for i in dict.fromkeys(id(x) for _, x in own) for leaf in [leaves[i]]]
@@ -266,7 +267,8 @@ class _Body:
         token = _tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)])
-            with checks.collected() as failed:
+            trees = _arguments(self.fn, params, args, kwargs)
+            with checks.collected() as failed, without_gradients(self.owner, _tensors_in(trees)):
                 result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
@@ -275,7 +277,7 @@ class _Body:
         if wrong or not flat:
             found = [*_where(self.fn), *(wrong or ["no tensor at all"])]
             raise TraceError(message(self.owner, "returns something other than tensors", found, "return a pytree of tensors"))
-        _check_bare(self.owner, "leaves behind", self.fn, [*_arguments(self.fn, params, args, kwargs), ("result", result)])
+        _check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
         flat = checks.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
@@ -453,10 +455,14 @@ def _applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any
 
 def _check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]) -> None:
     """Raises if a tensor that crosses a block's border has an attribute that someone has set on it."""
-    named = [pair for root, values in trees for pair in zip(tree.paths(values, root), tree.leaves(values), strict=True)]
-    if extra := [f"{path}.{name}" for path, x in named if isinstance(x, torch.Tensor) for name in compat.attributes(x)]:
+    if extra := [f"{path}.{name}" for path, x in _tensors_in(trees) for name in compat.attributes(x)]:
         fix = "pass what the attribute says as an argument, or return it, beside the tensor"
         raise TraceError(message(owner, f"{does} tensors with attributes, which are no part of their values", [*_where(fn), *extra], fix))
+
+
+def _tensors_in(trees: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in trees, by path."""
+    return [(path, x) for root, values in trees for path, x in zip(tree.paths(values, root), tree.leaves(values), strict=True) if isinstance(x, torch.Tensor)]
 
 
 def _arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -39,6 +39,15 @@ def passing(frame: FrameType | None) -> bool | None:
     return None if frame is None or _failed.get() is None else _passing(frame.f_code, frame.f_lasti)
 
 
+def raises(frame: FrameType | None) -> bool:
+    """Whether a frame does nothing more but raise."""
+    if frame is None:
+        return False
+    found = list(dis.get_instructions(frame.f_code))
+    at = next((i for i, x in enumerate(found) if x.offset == frame.f_lasti), None)
+    return at is not None and _raises(found, at, frame.f_code)
+
+
 def poisoned(values: Sequence[torch.Tensor], failed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The floating-point values times NaN if one of the conditions holds, else times 1."""
     if not failed:

@@ -26,6 +26,7 @@ from fzero.errors import TraceError, message
 from fzero.program import checks, hidden
 from fzero.program.ambient import without_autocast
 from fzero.program.ctc import CTC
+from fzero.program.exact_types import check_types
 from fzero.program.known import Known, Unknown
 from fzero.program.recurrent import RNN
 from fzero.program.refusals import (
@@ -133,7 +134,7 @@ class Recorder(compat.TorchDispatchMode):
         """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or where it lies."""
         if what in OF_HISTORY and not any(x is tensor for x in self._of_block):
             return
-        if what in OF_MEMORY and _storage(tensor) not in self._crossed:
+        if what in OF_MEMORY and what != "data_ptr" and _storage(tensor) not in self._crossed:  # an address is none in a trace
             return
         text = "asks where an argument comes from" if what in OF_HISTORY else "asks where a tensor lies that is given to it or to a block, or comes from one"
         fix = "do it outside of the block" if what in OF_HISTORY else "index or view it, or make a copy first: x.contiguous().clone()"
@@ -193,6 +194,7 @@ class Recorder(compat.TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
         self._outside = sys._getframe(2)
+        check_types(self.owner, self.source)
         try:
             with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
                 with Calls(self), self:

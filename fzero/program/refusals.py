@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
+from fzero.program import checks, strides
 from fzero.program.ctc import CTC_LOSS, with_tensors
 
 Place = tuple[str, int]
@@ -66,7 +67,7 @@ class Traced(Protocol):
 def user_place(outside: FrameType | None) -> Place | None:
     """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the standard library's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not outside and _is_ours(frame.f_code.co_filename):
+    while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
 
@@ -118,6 +119,10 @@ class Calls(TorchFunctionMode):
                 raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
             if func in _FACTS and _asked_by_user(sys._getframe(1)):
                 self._traced.check_read(_FACTS[func], args[0])
+            if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
+                strides.note(self._traced.here())
+            if func is torch.Tensor.__reduce_ex__ or (func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())):
+                raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
         if func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
         try:
@@ -130,7 +135,14 @@ class Calls(TorchFunctionMode):
                 self._traced.refused = self._traced.refused or error
             raise
 
+    def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
+        """What is wrong with making a text or a pickle of a tensor."""
+        where = [*self._traced.here(), described(x, self._traced.named(x))]
+        return f"needs the value of a tensor while being traced ({_TEXTS[func]})", where, "return it as an aux value, or print its shape; x.clone() is a copy"
 
+
+_TEXTS = {torch.Tensor.__repr__: "to print it", torch.Tensor.__format__: "to print it", torch.Tensor.__reduce_ex__: "to pickle it, or for copy.copy"}
+_LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
 """What a tensor says of where it comes from, and what is done there."""
 OF_MEMORY = ("storage_offset", "as_strided", "untyped_storage", "storage", "data_ptr", "is_set_to", "_version", "_base", "_is_view")
@@ -149,7 +161,7 @@ def _asked_by_user(frame: FrameType | None) -> bool:
     """Whether the code that calls a method of a tensor is none of a library's that knows what it asks."""
     while frame is not None and frame.f_code.co_filename in _OF_METHODS:
         frame = frame.f_back
-    return frame is not None and not _is_ours(frame.f_code.co_filename)
+    return frame is not None and not is_library(frame.f_code.co_filename)
 
 
 _OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_tensor.py", "overrides.py"))
@@ -244,7 +256,7 @@ def _lines(error: BaseException, traced: Traced | None) -> list[str]:
     found, trace = [], error.__traceback__
     while trace is not None:
         ctx = trace.tb_frame.f_locals.get("ctx")  # of the backward of a torch.autograd.Function
-        if not _is_ours(trace.tb_frame.f_code.co_filename):
+        if not is_library(trace.tb_frame.f_code.co_filename):
             found.append(line((trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
         elif traced is not None and isinstance(ctx, torch.autograd.function.FunctionCtx):
             found.append(traced.backward_line(ctx._sequence_nr()))  # pyright: ignore[reportAttributeAccessIssue]
@@ -257,14 +269,15 @@ def _raised_by_user(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or _is_ours(trace.tb_frame.f_code.co_filename):
+    if trace is None or is_library(trace.tb_frame.f_code.co_filename):
         return False
     at = trace.tb_lasti
     return any(i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code))
 
 
 @functools.cache
-def _is_ours(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file is of this library, PyTorch or the standard library."""
     if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
         return True
     if filename.startswith((os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)):

@@ -8,7 +8,7 @@ A name that code has as text counts where code reads by text: `getattr(config, "
 Of the environment, and of a dictionary of texts, only those items count that code names, where all that it does with the dictionary's name is to name
 items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run writes down there is none of its settings. Unless strict.
 
-What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock, globals of installed libraries, names that are put
+What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock (`timed`), globals of installed libraries, names that are put
 together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
 lies behind the first `MOST` values.
 """
@@ -107,6 +107,13 @@ def counted(*values: Any) -> dict[str, Hashable]:
     return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
 
 
+def timed(*values: Any) -> list[str]:
+    """The modules by which functions may read what is another each time: the clock, or numbers that nobody has seeded."""
+    walk = _Walk(strict=False)
+    walk.run(values)
+    return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk._names)
+
+
 def _state(x: Any) -> Hashable:
     """How far a generator of random numbers or an iterator is; None of other values."""
     numpy = sys.modules.get("numpy")
@@ -149,6 +156,7 @@ _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods that PyTorch calls; Python calls those between underscores, but not all of them to compute something."""
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__getstate__", "__setstate__"})
 _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
+_TIMED = frozenset({"time", "datetime", "uuid", "secrets"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN_TYPES = frozenset(_PLAIN)
 
@@ -201,6 +209,7 @@ class _Walk:
         self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
         self.states: dict[str, Hashable] = {}
+        self.modules: set[str] = set()  # of what is read: themselves, classes and functions of them
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
@@ -266,6 +275,7 @@ class _Walk:
 
     def _function(self, fn: types.FunctionType, path: str) -> None:
         code = fn.__code__
+        self.modules.add(fn.__module__)
         self._fact(code, path or fn.__name__)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
@@ -301,11 +311,13 @@ class _Walk:
 
     def _module(self, module: types.ModuleType, path: str) -> None:
         self._fact(module.__name__, path)
+        self.modules.add(module.__name__)
         if not _installed(module.__name__):
             self._scopes.append(_Module(vars(module), path))
 
     def _class(self, cls: type, path: str) -> None:
         self._fact(cls, path)
+        self.modules.add(cls.__module__)
         if not _installed(type(cls).__module__):
             self._todo.append((type(cls), type(cls).__name__))
         for base in cls.__mro__:

@@ -6,7 +6,7 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,13 +16,15 @@ import torch
 from fzero import tree
 from fzero.budget import Budget
 from fzero.errors import FzeroValueError, message
+from fzero.layout import storage_of, ties
 from fzero.leaves import batch_inputs
 from fzero.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
+from fzero.program import strides
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, counted, settings
+from fzero.program.settings import Settings, changes, counted, settings, timed
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -62,11 +64,13 @@ LOOKED_AT_EVERY = 16
 
 @dataclass
 class _Kept:
-    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, and how often it was called."""
+    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, where they ask for strides, and how often it was
+    called."""
 
     lowered: Lowered
     run: Callable[..., Any]
     settings: Settings
+    strides: list[str]
     calls: int = 0
 
 
@@ -118,14 +122,16 @@ class Compiled:
             raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
-        key = (params, tree.structure(batch), kinds, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
+        same = tuple(ties(flat_batch))
+        key = (params, tree.structure(batch), kinds, same, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
             why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
             read = self._settings()
-            lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
-            kept = _Kept(lowered, run, self._settings())
+            with strides.noted() as asked:
+                lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
+            kept = _Kept(lowered, run, self._settings(), asked)
             for other in self._runs.values():  # a list that the trace has grown is not what they read
                 other.settings = kept.settings if other.settings == read else other.settings
         self._runs[key] = kept
@@ -134,6 +140,9 @@ class Compiled:
             if not self._said:
                 logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
             self._said = True
+        if kept.strides and (odd := [p for p, x in zip(tree.paths(batch, "batch"), flat_batch, strict=True) if not x.is_contiguous()]):
+            what = f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: these leaves are not"
+            raise FzeroValueError(message(self.owner, what, [*odd, *kept.strides], "give x.contiguous()"))
         kept.calls += 1
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
             about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
@@ -169,20 +178,22 @@ class Compiled:
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
 
-    def _on_device(self, batch: Any, flat: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The leaves of a batch where the program reads them."""
+    def _on_device(self, batch: Any, flat: list[torch.Tensor], written: Collection[int] = ()) -> list[torch.Tensor]:
+        """The leaves of a batch where the program reads them, and in no memory that it writes to: `written`, by storage."""
         if any(x.is_meta for x in flat):
             wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
             raise FzeroValueError(message(self.owner, "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
-        return [x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+        found = [x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+        return [x.clone() if storage_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
         """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or only written down is then as it was
-        to the program, and what is counted, drawn or used up is not."""
+        to the program, and what is counted, drawn or used up is not; and if they read the clock, which is let be where it is only written down."""
         read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
         now, first = self._settings(), counted(*self._functions())
-        if now == read and first == before:
+        clocks = timed(*self._functions())
+        if now == read and first == before and not clocks:
             return lowered
         again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
         after = counted(*self._functions())
@@ -193,7 +204,7 @@ class Compiled:
                 "what is only written down goes into a list"
             )
             what = f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
-            raise FzeroValueError(message(self.owner, what, changed or changes(read, now), fix))
+            raise FzeroValueError(message(self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix))
         return again
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
@@ -225,13 +236,14 @@ def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
-    params, structure, kinds, deterministic_setting, default_dtype, cast, others = key
+    params, structure, kinds, same, deterministic_setting, default_dtype, cast, others = key
     leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
         "the batch's tree": structure,
         "the batch's leaves": ", ".join(leaves),
+        "leaves of the batch that are one tensor": ", ".join(f"{i} and {first}" for i, first in enumerate(same) if i != first) or "none",
     }
     facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
     return {name: str(value).replace("torch.", "") for name, value in facts.items()}

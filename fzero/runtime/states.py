@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, ties
+from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, storage_of, ties
 from fzero.leaves import abstract_params, extra_leaves, leaves_made_anew, opt_state_inputs, params_inputs, precision_of
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
@@ -67,6 +67,7 @@ class Last:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
         self.begun = False  # whether they have been looked at as a training step does before their first
+        self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any) -> bool:
@@ -74,9 +75,10 @@ class Last:
 
     def keep(self, inputs: Inputs, *trees: Any) -> None:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
+        self.storages = frozenset(storage_of(x) for x in tree.leaves(trees))
 
     def let_go(self) -> None:
-        self.trees, self._first = None, []
+        self.trees, self.storages, self._first = None, frozenset(), []
 
     def checked(self) -> Inputs:
         """The leaf table of the first tree; raises if they were moved since."""

@@ -215,7 +215,7 @@ class CompiledStep(Compiled):
         check_one_batch(more)
         lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
-        batch = tree.unflatten(structure, self._on_device(batch, flat))
+        batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         with torch.no_grad():
             outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""Gradients that a loss or a block computes itself: of tensors of its own they are values like others; those that it adds to its arguments' are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_errors import raises
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import TraceError
+
+X = torch.linspace(-1, 2, 8).reshape(2, 4)
+PARAMS = {"v": torch.linspace(-1, 1, 16).reshape(4, 4), "w": torch.linspace(0.5, 1.5, 4)}
+
+
+def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return ((x @ p["v"]) * p["w"]).square().mean()
+
+
+def backward(p: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = plain(p, x)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def of_autograd(p: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = plain(p, x)
+    torch.autograd.backward([loss], inputs=[p["w"]], retain_graph=True)
+    return loss
+
+
+def caught(p: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = plain(p, x)
+    try:
+        loss.backward(retain_graph=True)
+    except Exception:
+        loss = loss * 2
+    return loss
+
+
+def stepping(p: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer = torch.optim.SGD([p["w"]], lr=0.1)
+    plain(p, x).backward()
+    optimizer.step()
+    return plain(p, x)
+
+
+def assigned(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["w"].grad = torch.ones(4)
+    return plain(p, x)
+
+
+def hooked(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["w"].register_post_accumulate_grad_hook(lambda w: w.grad.mul_(2))
+    return plain(p, x)
+
+
+REFUSED = {
+    backward: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)", "return the loss"),
+    of_autograd: ("adds gradients up itself", "['w'].grad", "inputs=[p", "torch.autograd.grad("),
+    caught: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)"),
+    stepping: ("adds gradients up itself", "['w'].grad", "plain(p, x).backward()"),
+    assigned: ("sets gradients itself", "['w'].grad"),
+    hooked: ("register_post_accumulate_grad_hook", "['w']"),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda f: f.__name__)
+def test_gradients_added_to_those_of_arguments_are_refused(loss):
+    for fn in (loss, lambda p, x: fz.block(loss)(p, x) * 1.0):
+        step = fz.train_step(fn, optim.sgd(0.1))
+        for act in (lambda step=step: step(step.init(PARAMS), X), lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X)):
+            raises(TraceError, act, *REFUSED[loss])
+
+
+def of_its_own(p: Any, x: torch.Tensor) -> torch.Tensor:
+    z, q = x.clone().requires_grad_(), torch.zeros(4, requires_grad=True)
+    (z * p["w"].detach()).square().sum().backward()
+    optimizer = torch.optim.SGD([q], lr=0.1)
+    (q - 1).square().sum().backward()
+    optimizer.step()
+    torch.optim.SGD([p["w"]], lr=0.1).zero_grad()
+    return (z.grad * (x @ p["v"]) * q.detach()).sum() * (2.0 if p["w"].grad is None else 3.0)
+
+
+def of_the_batch(p: Any, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    plain(p, x).backward(inputs=[x], create_graph=True)
+    return x.grad.square().sum()
+
+
+def with_hooks(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x @ p["v"]
+    h.retain_grad()
+    h.register_hook(lambda g: g * 2)
+    h.grad_fn.register_prehook(lambda grads: tuple(3 * g for g in grads))
+    (g,) = torch.autograd.grad((h * p["w"]).sum(), p["w"], create_graph=True)
+    return (h * p["w"]).square().mean() + g.square().sum()
+
+
+@pytest.mark.parametrize("loss", [of_its_own, of_the_batch, with_hooks], ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_other_tensors_train_as_in_pytorch(loss):
+    leaves = {k: v.clone().requires_grad_() for k, v in PARAMS.items()}
+    value = loss(leaves, X.clone())
+    want = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()), allow_unused=True), strict=True))
+    step = fz.train_step(loss, optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    for run, first in ((step, step.init(PARAMS)), (train, train.init(PARAMS))):
+        state, metrics = run(first, X)
+        torch.testing.assert_close(metrics["loss"], value.detach())
+        for name, g in want.items():
+            torch.testing.assert_close(state.params[name], PARAMS[name] if g is None else PARAMS[name] - 0.1 * g)
