@@ -144,8 +144,9 @@ class _Search:
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
             able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
-            for _ in range(min(LAST_TRIED, len(able))):  # each tells what to expect of the others
-                able.remove(candidate := min(able, key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely)))
+            for left in reversed(range(min(LAST_TRIED, len(able)))):  # each tells what to expect of the others; the last is what leaves most room
+                expected = (lambda c: self._expected(c, bounds[c])) if left else (lambda c: self.budget.filled(bounds[c].peaks))
+                able.remove(candidate := min(able, key=lambda c: (expected(c), bounds[c].likely)))
                 if self._try(*candidate, bounds[candidate]):
                     break
             else:
@@ -179,15 +180,12 @@ class _Search:
         return list(found)
 
     def _with_gradients_on_disk(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> dict[tuple[Shares, Choice], Least]:
-        """Those that take more than the host may have, with gradients on disk instead, if that helps."""
-        limit, found = self.budget.host, dict[tuple[Shares, Choice], Least]()
-        if limit is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
-            return found
-        for shares, way in (candidate for candidate, bound in bounds.items() if bound.host > limit):
-            candidate = (*shares, _Share(("gradients",), "nvme", FINEST)), replace(way, grads=self.least.grads)
-            if candidate not in found and (bound := self._bound(*candidate)).host <= limit:
-                found[candidate] = bound
-        return found
+        """Those whose gradients wait on the host, with gradients on disk instead."""
+        if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
+            return {}
+        asked = (((*shares, _Share(("gradients",), "nvme", FINEST)), way) for shares, way in bounds if way.grads == self.least.grads)
+        found = {candidate: self._bound(*candidate) for candidate in asked}
+        return {(shares, way): bound for (shares, way), bound in found.items() if bound.host < bounds[shares[:-1], way].host}
 
     def _everything(self) -> Shares:
         """All that may leave the device."""
@@ -225,7 +223,8 @@ class _Search:
             on_host = share.back if share.tier == "nvme" else share.eighths
             of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
         on_host = way.host_share > 0 and self.auto.update_on != "device"
-        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1]), on_host, way.grads, self.budget.device, way.guess)
+        rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
+        return self.sizes.least(rests, on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did; updates on

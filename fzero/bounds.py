@@ -121,14 +121,14 @@ class Sizes:
             return queues(0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through)
 
         disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))  # what is updated in the backward
-        if guess == ("disk",) and state_d:  # not what has parameters elsewhere, nor, with state elsewhere, what is updated with it: there is such in most blocks
+        if guess == ("disk",) and state_d:  # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
             disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
         leaving = waiting * (self.turns if on_host else 1) + stored
         from_disk, from_host = self.turns * read_d, self.turns * (read_h + read_d)
         forward = queues(self.forward_seconds, from_disk, 0.0, from_host, saved, 0.0)
-        backward = _sum(queues(self.backward_seconds, from_disk, stored, from_host, leaving, summed), queues(0.0, 0.0, 0.0, saved, 0.0, 0.0), update(disk, memory))
+        backward = _sum(queues(self.backward_seconds, from_disk, stored, from_host + saved, leaving, summed), update(disk, memory))
         on_device = self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
         return Least(
             device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),

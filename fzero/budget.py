@@ -74,6 +74,10 @@ class Budget:
         """By how many bytes what it takes of device, host and disk is more than it may be; 0 if it fits."""
         return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
 
+    def filled(self, peaks: tuple[int, int, int]) -> float:
+        """The largest share of what may be had of any tier that is taken."""
+        return max((peak / max(1, limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None), default=0.0)
+
 
 def choose(build: Callable[[Choice], Program], starts: Sequence[Choice], budget: Budget, *, auto: bool, loops: bool, open_side: bool = False) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start comes first; None if none fits.

@@ -20,7 +20,7 @@ from fzero import tree
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import torn_ties
+from fzero.layout import Leaf, torn_ties
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -36,7 +36,6 @@ from fzero.leaves import (
     precision_of,
     zero_of,
 )
-from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program import fuse
 from fzero.program.base import lower_eval, lower_train

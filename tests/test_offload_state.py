@@ -184,8 +184,8 @@ def test_where_and_ties() -> None:
 
 def test_integers_have_no_optimizer_state() -> None:
     table = Leaf("params['ids']", "params", (9,), Layout(torch.int64))
-    assert tiers_of([Offload("cpu", ("opt_state",))], [table], casts=lambda leaf: True) == [("device", "device", "device")]
-    assert tiers_of([Offload("cpu", ("params",))], [table]) == [("host", "device", "host")]
+    assert tiers_of([Offload("cpu", ("opt_state",))], [table], casts=lambda leaf: True) == [("device",) * 4]
+    assert tiers_of([Offload("cpu", ("params",))], [table]) == [("host", "device", "host", "device")]
 
 
 def table(step: fz.Step, mesh: fz.AbstractMesh = MESH) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -221,7 +221,7 @@ def roles(program: Program) -> dict[str, str]:
     known = {name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other" for name, role in known.items()}
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
-    gradients = {name for name, role in known.items() if role == "gradients"}  # what the update reads of the backward, and what it is made of without a function
+    gradients = {name for name, role in known.items() if role == "gradients"}  # what updates read of the backward, and what that was made of
     gathered: set[str] = set()
     copies = _copies(program)
     late: set[str] = set()  # read in the backward

@@ -271,8 +271,9 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         block = _is_block(line) and not repeats(line)
         counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
         done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
-        read = line.args if line.op == "disk_read_start" else ()  # what was written to disk is there before it is read again
-        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done or not set(written.get(w.args[0], ())).isdisjoint(read)]
+        if line.op == "disk_read_start":  # what was written to disk is there before it is read again
+            done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
+        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due
         held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
         out.append(line)

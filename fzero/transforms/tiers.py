@@ -2,9 +2,9 @@
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
 gradients travel to them. Gradients that wait, for the norm of all or for the next micro-batch, wait where their update reads them: see
-`waiting_on_host`; or on disk, in leaves that the step writes behind each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
-reads the copies of transforms/compute.py. What moves for one line moves together. What a block's backward has read from disk its update does not read again,
-if it follows at once.
+`waiting_on_host`; or on disk, in leaves that the step writes behind each backward and reads before each update. A parameter that rests elsewhere comes
+anew to every line that reads it. In an evaluation masters are cast on the host; a step reads the copies of transforms/compute.py. What moves for one line
+moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
 """
 
 from __future__ import annotations
