@@ -137,7 +137,7 @@ def test_the_same_bits_as_where_nothing_leaves(tmp_path: Path, accumulate: str, 
 
 @pytest.mark.parametrize("options", [{"unified_memory": True}, {"unified_memory": False, "gpu_direct": True}], ids=["one memory", "past the host"])
 @pytest.mark.usefixtures("all_leave")
-def test_on_disk_wherever_they_come_from(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_on_disk_wherever_they_come_from(tmp_path: Path, options: dict[str, Any]) -> None:
     """Where host and device are one memory they are written as soon as they are made; so they are where a disk reads the device's."""
     resident, _ = trained(fz.make_mesh(data=1), ())
     for name in ("all on disk", "all on disk, streamed", "gradients on disk"):
