@@ -243,8 +243,9 @@ def publish(
     data: Mapping[str, Any],
     out: Path = RESULTS,
     draw: Callable[[Any], None] | None = None,
+    how: str = "Measured",
 ) -> None:
-    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured) to `out`.
+    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured, or `how` it came about) to `out`.
 
     With `draw`, which is given a matplotlib figure, also `name.svg`, which the .md shows. Without matplotlib there is no picture.
     """
@@ -265,7 +266,7 @@ def publish(
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     simd = ", ".join(where["simd"]) or "no AVX2"
     lines += ["", *(f"- {note}" for note in notes)]
-    lines += [f"- Measured {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}, {where['system']}, "
+    lines += [f"- {how} {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}, {where['system']}, "
               f"{where['cores']} cores of {where['cpu']} ({simd}), {where['memory_gib']} GiB."]  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     drawn = draw is not None and _picture(out / f"{name}.svg", draw)

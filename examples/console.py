@@ -148,13 +148,14 @@ def exit_code(run: Callable[[], None]) -> int:
 # --- Flags ---
 
 WHOLE: dict[str, Any] = {"type": int, "metavar": "N"}
+LARGE = 1e9  # more than anyone means
 
 
 def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace], list[str]]) -> argparse.Namespace:
     """The flags of this process; what is wrong with them is told by rank 0. Without `--backend` what can run here."""
     with contextlib.redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
         args = p.parse_args()
-        if problems := problems_of(args):
+        if problems := problems_of(args) or unwritable(args):
             p.error("; ".join(problems))
     if args.backend is None:
         args.backend = "inductor" if torch.cuda.is_available() or fz.has_compiler() else "eager"
@@ -165,6 +166,24 @@ def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace
 
 def below_one(args: argparse.Namespace, *names: str) -> list[str]:
     return [f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1" for name in names if getattr(args, name) < 1]
+
+
+def out_of_range(args: argparse.Namespace, **ranges: tuple[float, float]) -> list[str]:
+    """Flags that are not within their least and their most, as NaN is not."""
+    values = {name: getattr(args, name) for name in ranges}
+    return [f"--{n.replace('_', '-')} {values[n]:g} is not from {low:g} to {high:g}" for n, (low, high) in ranges.items() if not low <= values[n] <= high]
+
+
+def unwritable(args: argparse.Namespace) -> list[str]:
+    """Flags that name what could not be written later."""
+    problems = []
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        problems.append(f"--json {args.json} is no file in a folder that exists")
+    out = Path(args.out or ".").absolute()
+    there = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        problems.append(f"--out {args.out}: {there} is no folder that can be written")
+    return problems
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
@@ -198,7 +217,8 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--stop-on-nan", action="store_true")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
-        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every", "timeout")
+        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
+        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE))
         if not problems and args.width % args.heads:
             problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
         elif not problems and args.width // args.heads % 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from console import WHOLE, WORLD, below_one, exit_code, parsed, progress, say, stops
+from console import LARGE, WHOLE, WORLD, below_one, exit_code, out_of_range, parsed, progress, say, stops
 from rich.table import Table
 from train_gpt import VOCAB, gpt, init_gpt
 
@@ -196,6 +196,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
 
     def problems_of(args: argparse.Namespace) -> list[str]:
         problems = below_one(args, "steps", "seq", "batch", *(name for name in ("width", "threads", "params") if getattr(args, name) is not None))
+        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1))
         if not problems and (args.width or HEAD) % HEAD:
             problems.append(f"--width {args.width} is not a multiple of {HEAD}")
         if not problems and args.batch % WORLD:

@@ -141,7 +141,7 @@ def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence
     others = [c for c in found if c.whole_grads != best.whole_grads]
     if others:
         faster = min(map(known.seconds, others)) - known.seconds(best)
-        because = f"{1e3 * faster:.3g} ms a step faster than {'shards' if best.whole_grads else 'whole'}"
+        because = f"{duration(faster)} a step faster than {'shards' if best.whole_grads else 'whole'}"
     return replace(best, because=because)
 
 
@@ -307,7 +307,7 @@ def waiting(program: Program) -> str | None:
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
     backward = [i for i, line in enumerate(program.lines) if line.attrs.get("backward")]
-    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.op == "call" and not line.attrs.get("guess")]
+    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.fn and not line.attrs.get("guess")]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
     return "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is used as it is made"

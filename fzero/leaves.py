@@ -188,8 +188,8 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
         TransformError: that is left open.
     """
     if auto_of(step) is not None:
-        fix = "give an evaluation the transforms of the training step that was resolved: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
-        raise TransformError(message("offload", f"{auto_of(step)} is resolved for a training step, with its batch", fix=fix))
+        fix = "give an evaluation, or a step to check, the transforms of the compiled step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+        raise TransformError(message("offload", f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets", fix=fix))
     return tuple(t for t in step.transforms if isinstance(t, Offload))
 
 
@@ -199,11 +199,11 @@ def auto_of(step: Step | EvalStep) -> Offload | None:
 
 
 def batch_inputs(batch: Any) -> Inputs:
-    """The leaf table of a batch. Leaves that are one tensor are one to the function, too."""
+    """The leaf table of a batch. Leaves that are one tensor are one to the function, too; one on the meta device stands for as many as its places."""
     check_batch(batch)
     flat, structure = tree.flatten(batch)
     leaves = tuple(Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True))
-    return Inputs(structure, leaves, tuple(ties(flat)))
+    return Inputs(structure, leaves, tuple(ties([None if x.is_meta else x for x in flat])))
 
 
 def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:

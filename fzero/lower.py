@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -46,9 +46,7 @@ from fzero.program.training import Precision, Training
 from fzero.program.verify import verify
 from fzero.program.watch import Watched
 from fzero.progress import Progress
-from fzero.schedule.check import check
 from fzero.schedule.devices import Device, get_device
-from fzero.schedule.order import Order
 from fzero.schedule.plan import Decision, Plan, peak_bytes, plan
 from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
@@ -56,7 +54,7 @@ from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
-from fzero.variants import Variants, finished
+from fzero.variants import Variants, closed, verified
 
 LINES_FOR_ADVICE = 4_000
 """Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs and some seconds."""
@@ -77,6 +75,7 @@ class Lowered:
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
+    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)  # the programs on the way, by the pass that made each
 
     def __str__(self) -> str:
         return str(self.program)
@@ -85,6 +84,17 @@ class Lowered:
     def blocks(self) -> tuple[str, ...]:
         """The names of the blocks that `metrics["precision"]` is about, in its order."""
         return () if self.watched is None else self.watched.names
+
+    def after(self, name: str) -> Program:
+        """The program that a pass made on the way: one of `fzero.pipeline.NAMES`.
+
+        Raises:
+            FzeroValueError: no such pass, or none that a step of this kind goes through.
+        """
+        stages = self.stages()
+        if name not in stages:
+            raise FzeroValueError(message("lower", f"no pass {name!r}", fix=f"one of {', '.join(stages)}"))
+        return stages[name]
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -165,23 +175,26 @@ def lower_inputs(
     """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already."""
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
-        program, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
-        program = verify(spread.rewrite(replace(program, transforms=step.transforms), zero_of(step, mesh)))
-        program = check(verify(finished(program, Order())))
-        return _fitting(Lowered(program, params, None, batch, structure, budget))
+        recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
+        cut = verify(spread.rewrite(replace(recorded, transforms=step.transforms), zero_of(step, mesh)))
+        stages = lambda: {"trace": recorded, "shard": cut, **{passed.name: made for passed, made in closed(cut)}}  # noqa: E731
+        return _fitting(Lowered(verified(cut, closed(cut)), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
-    lowered = functools.partial(
-        Lowered, params=params, opt_state=traced.opt_state, batch=batch, structure=traced.structure, budget=budget, watched=traced.watched
-    )
+
+    def lowered(choice: Choice) -> Lowered:
+        program = variants.verified(choice)
+        stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
+        return Lowered(program, params, traced.opt_state, batch, traced.structure, budget, choice, watched=traced.watched, stages=stages)
+
     least, auto = _least(step, budget)
     if budget is None:
-        return lowered(variants.verified(least))
+        return lowered(least)
     starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]  # copies there take room that must be given
     if budget.nbytes is None:
         shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
         choice = fastest(variants, shared, budget) or least
-        return _fitting(lowered(variants.verified(choice), choice=choice))
+        return _fitting(lowered(choice))
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
@@ -194,7 +207,7 @@ def lower_inputs(
         found = plan(program, budget.device, backend=budget.backend)
         advice = _advice(step, mesh, params, batch, budget, found) if found.peak_bytes > budget.nbytes else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
-    return lowered(variants.verified(choice), choice=choice)
+    return lowered(choice)
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Program:
@@ -213,12 +226,18 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Pro
 class Traced:
     """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""
 
+    recorded: Program
     base: Program
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
     loops: bool
     watched: Watched | None
+
+    @property
+    def on_the_way(self) -> dict[str, Program]:
+        """The programs before those of the variants."""
+        return {"trace": self.recorded, "fuse": self.base, "copies": self.variants.base}
 
 
 def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None) -> Traced:
@@ -256,8 +275,8 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
         raise FzeroValueError(message("accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix))
     cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    gradients = _gradients(step, mesh, params)
-    return Traced(base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut, gradients), opt_state, structure, loops, watched)
+    variants = Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut, _gradients(step, mesh, params))
+    return Traced(program, base, variants, opt_state, structure, loops, watched)
 
 
 def _gradients(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf]:

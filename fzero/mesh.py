@@ -32,6 +32,8 @@ from fzero.turns import Turns, leave_all
 AXES = ("replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
 
+_MOST_DEVICES = 2**20  # a plan lists the ranks along an axis
+
 
 @dataclass(frozen=True)
 class AbstractMesh:
@@ -423,4 +425,6 @@ def _checked(axes: dict[str, int]) -> dict[str, int]:
     problems += [f"{name}={size!r}: a size is a whole number of at least 1" for name, size in axes.items() if type(size) is not int or size < 1]
     if problems:
         raise FzeroValueError(message("mesh", "cannot make this mesh", problems, "name axes as above, e.g. data=8"))
+    if math.prod(axes.values()) > _MOST_DEVICES:
+        raise FzeroValueError(message("mesh", f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}", fix="give axes of smaller sizes"))
     return dict(axes)

@@ -160,7 +160,9 @@ class Step:
         by_index = {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(trained, found, strict=True)}
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
-        new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, self.optimized(state.params))
+        optimized = self.optimized(state.params)
+        with plainly("optimizer"), Untouched("optimizer", **{"the gradient of params": grads}, opt_state=state.opt_state, params=optimized):
+            new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
         trains = zip(trained, found, tree.leaves(new_params), strict=True)
         new = {i: x for i, g, x in trains if g is not None} | changed  # as torch.optim leaves those without a gradient
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
@@ -388,7 +390,7 @@ def check_batch(batch: Any) -> None:
     """Raises naming every leaf that is not a dense tensor."""
     wrong = _not_dense(batch, "batch")
     if wrong:
-        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor; close over settings"))
+        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor or .to_dense(); close over settings"))
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:

@@ -58,14 +58,15 @@ def size(nbytes: float) -> str:
     """Bytes as text, in units of 2^10 as the tools of devices print memory: bytes exactly, else to a tenth, from GiB on to a hundredth.
 
     Example:
-        >>> size(1000), size(43360), size(1 << 20), size(3 << 29), size(3 << 40)
+        >>> size(1000), size(43360), size((1 << 20) - 10), size(3 << 29), size(3 << 40)
         ('1000 B', '42.3 KiB', '1.0 MiB', '1.50 GiB', '3.00 TiB')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+    for i, unit in enumerate(("B", "KiB", "MiB", "GiB")):
+        digits = (0, 1, 1, 2)[i]
+        if round(nbytes, digits) < 1024:
+            return f"{nbytes:.{digits}f} {unit}"
         nbytes /= 1024
-    return f"{nbytes:.2f} GiB" if nbytes < 1024 else f"{nbytes / 1024:.2f} TiB"
+    return f"{nbytes:.2f} TiB"
 
 
 def exact_size(nbytes: int) -> str:
@@ -86,17 +87,26 @@ def rate(bandwidth: float) -> str:
         ('51.2 GB/s', '125 MB/s')
     """
     for unit in ("B", "kB", "MB", "GB"):
-        if bandwidth < 1000:
+        if _rounded(bandwidth) < 1000:
             return f"{bandwidth:.4g} {unit}/s"
         bandwidth /= 1000
     return f"{bandwidth:.4g} TB/s"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text, to three digits.
+    """Seconds as text, to four digits: from 2 minutes on in minutes, from 2 hours on in hours.
 
     Example:
-        >>> duration(0.0123), duration(4.0)
-        ('12.3 ms', '4 s')
+        >>> duration(5e-6), duration(0.01234), duration(0.99999), duration(90.0), duration(150.0), duration(18000.0)
+        ('5 us', '12.34 ms', '1 s', '90 s', '2.5 min', '5 h')
     """
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    for unit, length, end in (("us", 1e-6, 1000), ("ms", 1e-3, 1000), ("s", 1, 120), ("min", 60, 120)):
+        if _rounded(seconds / length) < end:
+            return f"{seconds / length:.4g} {unit}"
+    hours = seconds / 3600
+    return f"{hours:.4g} h" if _rounded(hours) < 10_000 else f"{hours:,.0f} h"
+
+
+def _rounded(x: float) -> float:
+    """To four digits."""
+    return float(f"{x:.4g}")

@@ -15,7 +15,7 @@ from architectures import MODELS, Result, compare, transformers
 import fzero as fz
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "architectures.md"
-SOME = ["llama, tied", "gpt2", "bert", "t5", "vit", "resnet", "mamba", "mixtral"]
+SOME = ["llama, tied", "bert", "t5", "resnet", "mixtral"]
 LIMIT = 1e-6  # of the largest gradient
 
 

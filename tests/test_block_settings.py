@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero as fz
 from fzero import optim
 from fzero.program.settings import changes, settings
+from fzero.runtime import compiled
 
 scale = 1.0
 options = {"by": [1.0]}
@@ -533,6 +534,25 @@ def test_a_setting_that_changes_after_a_few_steps_is_told_at_once() -> None:
     for _ in range(4):
         state, _ = train(state, BATCH)
     config.by = 2.0
+    with pytest.raises(fz.errors.FzeroValueError, match=r"config\.by: 1\.0 before, 2\.0 now"):
+        train(state, BATCH)
+
+
+def test_a_setting_that_changes_late_is_told_at_once_where_looking_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, clock = Config(), [0.0]
+
+    def tick() -> float:
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr(compiled, "perf_counter", tick)
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    state = train.init(PARAMS)
+    for _ in range(20):
+        state, _ = train(state, BATCH)
+    config.by = 2.0
+    state, _ = train(state, BATCH)  # a few ms after the last, as long as some looks
+    clock[0] += 1.0
     with pytest.raises(fz.errors.FzeroValueError, match=r"config\.by: 1\.0 before, 2\.0 now"):
         train(state, BATCH)
 

@@ -20,7 +20,7 @@ import fzero as fz
 from fzero.cli import commands, main
 from fzero.cli.target import load
 from fzero.program.show import show, statements
-from fzero.schedule.devices import KNOWN, Device
+from fzero.schedule.devices import KNOWN, Device, Link
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -293,10 +293,15 @@ FLAGS = {
     ("--mesh", "data=8", "data=2"): "data: given twice",
     ("--mesh",): "--mesh wants axes with their sizes",
     ("--mesh", "dta=8"): "'dta' is not one of replica, data",
+    ("--mesh", "data=99999999999999999999"): "99,999,999,999,999,999,999 devices are more than 1,048,576",
     (*MESH, "--budget", "lots"): "'lots' is no amount of memory",
+    (*MESH, "--budget", "0"): "memory_budget=0: nothing runs in no memory",
     (*MESH, "--device", "h1000"): "'h1000' is neither a known device nor a calibration file\n  b200: NVIDIA HGX B200",
     (*MESH, "--device", "targets.py"): "targets.py is not a calibration file",
     (*MESH, "--device", "."): "Is a directory",
+    (*MESH, "--device", ""): "Fix: give the path of a file that fzero calibrate wrote, or one of b200",
+    (*MESH, "--device", "bytes.dat"): "'bytes.dat' is not a calibration file",
+    (*MESH, "--device", "zero.json"): "memory_bandwidth is 0.0; latency is -1.0",
     (*MESH, "--trace", "no/where.json"): "--trace no/where.json: there is no folder no",
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
     (*MESH, "--devcie", "h100"): "--device",  # tyro's suggestion
@@ -307,6 +312,9 @@ FLAGS = {
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_wrong_flags(run, flags):
+    Path("bytes.dat").write_bytes(b"\xff\xfe\x00")
+    odd = replace(KNOWN["a100"], memory_bandwidth=0.0, links={**KNOWN["a100"].links, "intra": Link(-1.0, 1e9)})
+    Path("zero.json").write_text(odd.to_json())
     code, out, err = run("plan", "targets.py:good", *flags)
     assert code == 2 and FLAGS[flags] in err and "Traceback" not in err and "said by" not in err, "told before the target runs"
     assert not out
@@ -403,8 +411,9 @@ def test_calibrate_shows_and_says_where(run, measured, here):
 
 def test_calibrate_wrong_flags(run, measured):
     assert run("calibrate", "--out", "no/rates.json")[0] == 2
-    code, _, err = run("calibrate", "--seconds", -1)
-    assert code == 2 and "--seconds -1 is no time" in err and not measured
+    for seconds in ("-1", "nan", "inf"):
+        code, _, err = run("calibrate", "--seconds", seconds)
+        assert code == 2 and f"--seconds {seconds} is no time" in err and not measured
     code, _, err = run("calibrate", "--path", "no")
     assert code == 2 and "no: there is no such directory" in err and not measured
 

@@ -24,6 +24,7 @@ def differences(case: composed.Case, mesh: fz.Mesh, steps: int = 2) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
+@pytest.mark.timeout(max(300, 30 * NUM_EXAMPLES))
 @settings(max_examples=NUM_EXAMPLES, derandomize="FZERO_FUZZ" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_composition_is_equivalent(data: st.DataObject) -> None:

@@ -202,19 +202,19 @@ def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
     assert sum(n > 1 << 20 for n in real.values()) >= 2
 
 
-@pytest.mark.parametrize(("native", "part"), [(True, 0.05), (False, 0.1)], ids=["fp32", "bf16 in float32"])
+@pytest.mark.parametrize(("native", "part", "of_layer"), [(True, 0.05, False), (False, 0.1, True)], ids=["fp32", "bf16 in float32"])
 @pytest.mark.usefixtures("compiled_here")
-def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, monkeypatch):
-    """A layer's vjp, with its forward, and the head with its cross entropy. Where every product's operands are cast, not every cast is found in its kernel."""
+def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, of_layer, monkeypatch):
+    """The head with its cross entropy; a layer's vjp, with its forward. Where every product's operands are cast, not every cast is found in its kernel."""
     transforms, device = () if native else (fz.mixed_precision("bf16"),), torch.device("cpu")
     monkeypatch.setattr(compat, "native_bf16", lambda device: native)
     program = gpt(fz.remat("full"), *transforms, layers=1)
-    functions = {n: f for n, f in program.functions.items() if cost.cost_of(f).total_flops and n != "layer"}
+    functions = {n: f for n, f in program.functions.items() if cost.cost_of(f).total_flops and n != "layer" and n.startswith("layer") == of_layer}
     built = build(functions, "inductor", fz.make_mesh(data=1))
     real = {name: allocated(f, built[name]) for name, f in functions.items()}
     estimate = {name: cost.temporaries(f, "inductor", device) for name, f in functions.items()}
     assert {n: (estimate[n], real[n]) for n in real if not close(estimate[n], real[n], part)} == {}
-    assert len(real) == 2 and all(n > 1 << 20 for n in real.values())
+    assert len(real) == 1 and all(n > 1 << 20 for n in real.values())
 
 
 def test_a_view_of_a_value_counts_once():

@@ -13,7 +13,8 @@ from models import MODELS, OPTIMIZERS
 
 import fzero as fz
 from fzero import optim
-from fzero.program.ir import COLLECTIVES, Line
+from fzero.program.ir import Line
+from fzero.program.ops import COLLECTIVES
 
 
 def lowered(step: Any, init: Any, batch: Any, ranks: int = 1, **mesh: Any) -> list[Line]:

@@ -21,7 +21,8 @@ import fzero as fz
 from fzero import compat, optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.program import scaled
-from fzero.program.ir import Function, transfer_bytes
+from fzero.program.ir import Function
+from fzero.program.ops import transfer_bytes
 from fzero.program.record import record
 from fzero.program.scaled import E4M3, E5M2, quantized, scale_of, scaled_mm
 from fzero.runtime.build import build

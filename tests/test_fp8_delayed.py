@@ -21,7 +21,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.program.delayed import Fp8State, Slot, advanced
-from fzero.program.ir import transfer_bytes
+from fzero.program.ops import transfer_bytes
 from fzero.program.scaled import E4M3, E5M2, saturated, scaled_mm
 
 STEPS = 4

@@ -16,7 +16,8 @@ import fzero as fz
 from fzero import optim
 from fzero.comm import disk, files
 from fzero.errors import TierError
-from fzero.program.ir import Program, from_to
+from fzero.program.ir import Program
+from fzero.program.ops import from_to
 
 
 def ways(program: Program) -> set[tuple[str, str]]:

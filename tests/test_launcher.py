@@ -25,6 +25,7 @@ from fzero.errors import DivergenceError, FzeroError, FzeroValueError, VerifyErr
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.exhaustive  # tests/test_example.py restarts ranks too
 def test_ranks_that_start_again_join_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `benchmarks/restarts.py` does it twenty times."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -77,14 +78,6 @@ def test_only_the_users_lines_stand_above_an_error() -> None:
         fz.optim.chain(3)
     text = launcher.brief(caught.value, caught.value.__traceback__)
     assert "fz.optim.chain(3)" in text and "contextlib" not in text and str(ROOT / "fzero") not in text
-
-
-def test_a_survivor_tells_who_has_left_whichever_rank_it_is(tmp_path: Path) -> None:
-    left = ("mesh, train, state = started()", "for _ in range(1000):", "    state, _ = train(state, torch.ones(2, 4))")
-    path = script(tmp_path, *MODEL, *left, "    if RANK == 0 and int(state.step) == 20:", "        os.kill(os.getpid(), signal.SIGKILL)")
-    done = run(path)
-    assert done.returncode == 1
-    assert done.stderr.count("rank 0 has left") == 1 and done.stderr.count("Fix: ") == 1, done.stderr
 
 
 def children(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.program.ir import TRANSFERS
+from fzero.program.ops import TRANSFERS
 from fzero.runtime.limits import Limits, report
 from fzero.schedule.plan import Plan
 

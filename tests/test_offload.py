@@ -24,7 +24,7 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
-from fzero.program.ir import COPIES
+from fzero.program.ops import COPIES
 from fzero.transforms.tiers import blocks_updated_on_host
 
 lower_file = importlib.import_module("fzero.lower")  # `fzero.lower` is the function

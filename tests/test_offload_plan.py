@@ -17,7 +17,8 @@ from models import OPTIMIZERS, batches, meta_part
 import fzero as fz
 from fzero import errors, layout, optim
 from fzero.layout import Layout, Leaf
-from fzero.program.ir import COPIES, Line, Placement, Program, Value
+from fzero.program.ir import Line, Placement, Program, Value
+from fzero.program.ops import COPIES
 from fzero.program.show import source
 from fzero.schedule import cost
 from fzero.schedule.devices import KNOWN, Device, Link

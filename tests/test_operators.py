@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_db import Found, databases, faults, in_process, operator_cases, table
+from torch_db import Found, databases, faults, in_process, operator_cases, table, told
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "ops.md"
 NUM_SAMPLES = 4
 
 
 def test_some_operators():
-    found = outcomes([*sorted(databases().operators)[::9], "tensor_split", "fft_ifft", "linalg_inv", "nn_functional_binary_cross_entropy_with_logits"], 1)
+    found = outcomes([*sorted(databases().operators)[::18], "tensor_split", "fft_ifft", "linalg_inv", "nn_functional_binary_cross_entropy_with_logits"], 1)
     assert not [fault for item in found.items() for fault in faults(*item)]
-    assert sum(all(o.kind == "equal" for os in ways.values() for o in os) for ways in found.values() if ways["plain"]) >= 50
+    assert sum(all(o.kind == "equal" for os in ways.values() for o in os) for ways in found.values() if ways["plain"]) >= 25
     assert all("needs the value of a tensor" in o.text for os in found["tensor_split"].values() for o in os)  # its indices are a tensor
 
 
@@ -39,5 +39,6 @@ def outcomes(names: list[str], first: int) -> dict[str, Found]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     first = int(sys.argv[1]) if sys.argv[1:] else NUM_SAMPLES
-    found = outcomes(sorted(databases().operators), first)
+    found = told(sorted(databases().operators), lambda names: outcomes(names, first))
     PAGE.write_text(table(["operator", "samples", "plain", "block", "refused because"], found, first))
+    sys.exit("\n".join(fault for item in found.items() for fault in faults(*item)) or 0)

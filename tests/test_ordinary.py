@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -251,30 +248,6 @@ def test_a_block_is_given_what_is_made_of_nothing():
 
 
 # --- layers stacked in one tensor ---
-
-STACKED = """
-import sys, torch, fzero as fz
-from fzero import optim
-layer = fz.block(lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]))
-def loss(p, x):
-    for w, b in zip(p["w"].unbind(), p["b"]):
-        x = layer({"w": w, "b": b}, x)
-    return (x @ p["out"].T).square().mean() + (p["w"][0].T @ p["w"][1]).sum()
-padding = [bytearray(8 * i) for i in range(int(sys.argv[1]))]  # other addresses
-meta = lambda *s: torch.empty(*s, device="meta")
-p = {"w": meta(4, 4, 4), "b": meta(4, 4), "out": meta(4, 4)}
-print([str(fz.lower(t(fz.train_step(loss, optim.sgd(0.1))), fz.AbstractMesh(data=2), p, meta(2, 4)).program) for t in (fz.data_parallel, fz.shard_params)])
-"""
-
-
-def test_stacked_parameters_are_one_program_in_every_process():
-    """Views of parameters that several blocks take, in interpreters with other addresses and another hash seed."""
-    printed = set()
-    for seed in ("1", "2"):
-        done = subprocess.run([sys.executable, "-c", STACKED, seed + "00"], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed.add(done.stdout)
-    assert len(printed) == 1 and "glue" in printed.pop()
 
 
 def test_stacked_parameters_train_as_pytorch():

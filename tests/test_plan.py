@@ -14,7 +14,8 @@ from models import BATCH, STAGES, batches, meta_part, part
 
 import fzero as fz
 from fzero import compat, errors, optim
-from fzero.program.ir import Function, Line, Placement, Program, Value, transfer_bytes
+from fzero.program.ir import Function, Line, Placement, Program, Value
+from fzero.program.ops import transfer_bytes
 from fzero.program.record import record
 from fzero.program.storages import output_storages
 from fzero.runtime.profile import allocated
@@ -229,7 +230,10 @@ def test_parts_add_up(stage, num_micro, precision, device):
     assert found.exposed_seconds == pytest.approx(sum(c.exposed_seconds for c in found.channels.values())) == pytest.approx(sum(w.seconds for w in found.waits))
     assert found.lines[found.peak_line.index] == found.peak_line.text and len(found.lines) == len(list(program.walk()))
     assert all(found.breakdown[role] > 0 for role in ("params", "opt_state", "batch", "gradients", "saved"))
-    assert min(found.breakdown.values()) >= 0 and 0 < found.mfu < 1
+    assert min(found.breakdown.values()) >= 0 and 0 < found.speed_of_light < 1
+    peak = found.device.peak_flops.get({"fp32": "float32", "bf16": "bfloat16"}[precision])
+    assert found.mfu == (pytest.approx(found.model_flops / found.step_seconds / peak) if peak else None)
+    assert peak is None or found.mfu == pytest.approx(found.speed_of_light * found.device.flops["bfloat16"] / found.device.peak_flops["bfloat16"])
     assert all(w.line.text.split(" = ")[1].startswith("wait(") for w in found.waits)
 
 
@@ -413,7 +417,7 @@ def test_json_holds_what_the_plan_holds(tmp_path):
     data = json.loads(found.to_json(tmp_path / "plan.json"))
     assert data == json.loads((tmp_path / "plan.json").read_text())
     times, sizes = ("step_seconds", "compute_seconds", "exposed_seconds"), ("peak_bytes", "resting_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes")
-    for field in (*times, *sizes, "model_flops", "mfu", "mesh", "name", "bound_by", "busy"):
+    for field in (*times, *sizes, "model_flops", "mfu", "speed_of_light", "mesh", "name", "bound_by", "busy"):
         assert data[field] == getattr(found, field)
     assert data["channels"] == {k: {**c._asdict(), "bandwidth": c.bandwidth} for k, c in found.channels.items()} and data["breakdown"] == found.breakdown
     assert [sum(row[2:]) for row in data["memory"]] == [s.total for s in found.memory] and len(data["memory_columns"]) == len(data["memory"][0])

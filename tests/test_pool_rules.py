@@ -15,7 +15,8 @@ import fzero as fz
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
-from fzero.program.ir import COLLECTIVES, COPIES, SETTLED, Line, Program
+from fzero.program.ir import Line, Program
+from fzero.program.ops import COLLECTIVES, COPIES, OPS
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 
@@ -314,7 +315,7 @@ def test_what_the_host_writes_where_the_device_copies_from_waits_for_it(monkeypa
     mesh = fz.AbstractMesh(data=1, unified_memory=False)
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 6), (next(iter(models.batches(1))),)).program
     check(program)
-    monkeypatch.setattr("fzero.schedule.check.SETTLED", SETTLED - {"cast"})
+    monkeypatch.setattr(OPS["cast"], "settles", False)
     rejects(program, "may still read on the host")
 
 

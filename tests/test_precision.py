@@ -17,7 +17,7 @@ from offloads import same
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, LossScaleError, TransformError
-from fzero.program.ir import transfer_bytes
+from fzero.program.ops import transfer_bytes
 from fzero.runtime import watch
 from fzero.transforms import precision
 

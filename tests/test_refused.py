@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -205,6 +206,62 @@ def test_a_loss_that_draws_or_counts_in_python(says):
     draw = DRAWS[says]
     train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
     raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts, draws or uses something up each time it is called", says, "fz.random")
+
+
+def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
+    stop = threading.Event()
+
+    def augments():
+        while not stop.is_set():
+            random.random()
+
+    thread = threading.Thread(target=augments, name="loader", daemon=True)
+    thread.start()
+    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    try:
+        says = ("random (Python's generator): drawn from", "by a thread that runs beside", "loader", "random.Random(seed)")
+        raises(FzeroValueError, lambda: train(train.init(PARAMS), X), *says)
+    finally:
+        stop.set()
+        thread.join()
+    assert train(train.init(PARAMS), X)
+
+
+def doubled(grads, state, params):
+    grads["w"].mul_(2)
+    return grads, state
+
+
+def counted(grads, state, params):
+    state["n"].add_(1)
+    return grads, state
+
+
+def decayed(grads, state, params):
+    params["w"] *= 0.9
+    return grads, state
+
+
+def misshapen(grads, state, params):
+    return {"w": grads["w"] @ torch.ones(3)}, state
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (doubled, "the gradient of params['w']: "),
+        (counted, "opt_state['n']: "),
+        (decayed, "params['w']: "),
+        (misshapen, "the gradient of params['w']: float32[4]"),
+    ],
+)
+def test_an_optimizer_s_mistake_names_the_leaf(update, says):
+    step = fz.train_step(plain, optim.GradientTransformation(lambda params: {"n": torch.zeros(())}, update))
+    state = step.init(PARAMS)
+    raises(TraceError, lambda: fz.lower(step, MESH, PARAMS, X), "test_refused.py:", says)
+    if update is not misshapen:
+        raises(TraceError, lambda: step(state, X), "test_refused.py:", says)
+        assert torch.equal(state.params["w"], PARAMS["w"]) and not state.opt_state["n"]
 
 
 def test_a_tensor_that_the_loss_keeps():

@@ -28,6 +28,7 @@ from fzero.lower import base_program
 from fzero.optim import apply_updates
 from fzero.program import optimizer
 from fzero.program.ir import Program
+from fzero.program.ops import OPS
 from fzero.runtime import build, compiled, execute, training
 from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
@@ -85,6 +86,12 @@ def maximum_for_sum(patch):
     patch.setitem(shared._COMBINE, "sum", torch.maximum)
 
 
+def run_as(patch, op, wrong):
+    """Has an op run as `wrong` makes of what its row says."""
+    runs = OPS[op].runs
+    patch.setattr(OPS[op], "runs", lambda on: wrong(runs(on)))
+
+
 def mean_for_sum(patch):
     wait = shared.SharedMemory.wait
 
@@ -100,8 +107,7 @@ def gather_not_waited_for(patch):
 
 
 def stale_cast(patch):
-    cast = execute._cast
-    patch.setattr(execute, "_cast", lambda x, dtype, into=None: cast(x, dtype) if into is None else into[0])
+    run_as(patch, "cast", lambda cast: lambda x, dtype, into=None: cast(x, dtype) if into is None else into[0])
 
 
 def buffer_of_another(patch):
@@ -131,20 +137,19 @@ def leaves_swapped(patch):
 
 
 def micro_batch_dropped(patch):
-    patch.setattr(execute, "_accumulate", lambda total, part, into: into[0].copy_(part) if total is None else total)
+    run_as(patch, "accumulate", lambda _: lambda total, part, into: into[0].copy_(part) if total is None else total)
 
 
 def sum_rounded(patch):
-    patch.setattr(execute, "_accumulate", lambda total, part, into: into[0].copy_(part) if total is None else total.add_(part.bfloat16()))
+    run_as(patch, "accumulate", lambda _: lambda total, part, into: into[0].copy_(part) if total is None else total.add_(part.bfloat16()))
 
 
 def first_micro_batch_only(patch):
-    patch.setattr(execute, "_take_part", lambda whole, index, count: whole[: whole.shape[0] // count])
+    run_as(patch, "take_part", lambda _: lambda whole, index, count: whole[: whole.shape[0] // count])
 
 
 def offset_off_by_one(patch):
-    take = execute._take_shard
-    patch.setattr(execute, "_take_shard", lambda part_of, whole, axis: take(part_of, whole.reshape(-1).roll(1), axis))
+    run_as(patch, "take_shard", lambda take: lambda whole, axis: take(whole.reshape(-1).roll(1), axis))
 
 
 def update_twice(patch):
@@ -177,13 +182,11 @@ def scale_wrong(patch):
 
 
 def key_of_the_first(patch):
-    part_index = execute._part_index
-    patch.setattr(execute, "_part_index", lambda mesh, axes, micro=0, count=1: part_index(mesh, axes))
+    run_as(patch, "part_index", lambda part_index: lambda micro=0, count=1: part_index())
 
 
 def update_not_assigned(patch):
-    assign = execute._assign
-    patch.setattr(execute, "_assign", lambda targets, sources: assign(targets, sources) if targets[0].dim() == 0 else None)
+    run_as(patch, "assign", lambda assign: lambda targets, sources: assign(targets, sources) if targets[0].dim() == 0 else None)
 
 
 def saved_swapped(patch):

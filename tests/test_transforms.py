@@ -17,7 +17,7 @@ from models import STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, TransformError
-from fzero.program.ir import TRANSFERS, transfer_bytes
+from fzero.program.ops import TRANSFERS, transfer_bytes
 
 SHAPES = {name: meta(model.init(fz.random.key(0))) for name, model in models.MODELS.items()}
 

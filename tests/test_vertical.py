@@ -19,7 +19,8 @@ from offloads import OFFLOADS
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError, TransformError, VerifyError
-from fzero.program.ir import COPIES, Line, Program, transfer_bytes
+from fzero.program.ir import Line, Program
+from fzero.program.ops import COPIES, transfer_bytes
 from fzero.program.verify import verify
 from fzero.schedule.check import check
 from fzero.schedule.memory import ROLES, memory_of

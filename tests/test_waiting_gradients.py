@@ -23,7 +23,8 @@ from fzero import optim
 from fzero.errors import BudgetError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.optim.loss_scale import LossScale
-from fzero.program.ir import Program, from_to
+from fzero.program.ir import Program
+from fzero.program.ops import from_to
 from fzero.program.verify import verify
 from fzero.transforms import tiers
 

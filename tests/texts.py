@@ -37,7 +37,7 @@ def stacked(p: Any, batch: Any) -> torch.Tensor:
     for i in range(3):
         x = fz.block(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))({"w": p["w"][i], "b": p["b"].unbind()[i]}, x)
     scales = {"one", "two", "three", "four"}
-    return x.square().mean() * len(scales) + sum((v.square().mean() for v in p["w"].unbind()), torch.zeros(()))
+    return x.square().mean() * len(scales) + sum((v.square().mean() for v in p["w"].unbind()), torch.zeros(())) + (p["w"][0].T @ p["w"][1]).sum()
 
 
 def lowered(step: Any, ranks: int, init: Callable[..., Any]) -> Any:
@@ -54,7 +54,9 @@ def jobs(folder: str) -> dict[str, Callable[[], Any]]:
         step = transform(fz.train_step(MODELS[model].loss, OPTIMIZERS[optimizer]()))
         made[name] = lambda step=step, ranks=ranks, model=model: lowered(step, ranks, MODELS[model].init)
     shapes = {"token": torch.zeros(models.VOCAB, 4), "w": torch.zeros(3, 4, 4), "b": torch.zeros(3, 4)}
-    made["stacked"] = lambda: lowered(fz.shard_params(fz.train_step(stacked, optim.sgd(0.1))), 2, lambda key: shapes)
+    for name, transform in {"stacked_whole": fz.data_parallel(), "stacked": fz.shard_params()}.items():
+        step = transform(fz.train_step(stacked, optim.sgd(0.1)))
+        made[name] = lambda step=step: lowered(step, 2, lambda key: shapes)
     return made
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -93,7 +95,7 @@ def _case(call: Callable[[Any, Any], Any], state: dict[str, dict[str, torch.Tens
     """A case of a function of named tensors and of other inputs, whose tensors are found wherever they are."""
     flat, structure = torch.utils._pytree.tree_flatten(inputs)
     tensors = {str(i): x for i, x in enumerate(flat) if isinstance(x, torch.Tensor)}
-    trained = {i: x.detach() for i, x in tensors.items() if x.requires_grad and x.is_floating_point() and x.isfinite().all()}
+    trained = {i: x.detach() for i, x in tensors.items() if x.requires_grad and x.is_floating_point() and x.layout == torch.strided and x.isfinite().all()}
     others = {i: x.detach() for i, x in tensors.items() if i not in trained}
 
     def fn(params: Any, batch: Any) -> Any:
@@ -212,16 +214,28 @@ Found = dict[str, list[Outcome]]  # for each way to run a sample, an outcome for
 Run = Callable[..., list[Any]]  # of a pool of ranks
 
 
-def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | None) -> Found:
+def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | None, blocks: bool = True) -> Found:
     """Outcomes outside of blocks, and as a block that is recomputed."""
     mesh, found = fz.make_mesh(), samples(cases(name), first)
-    return {"plain": [outcome(x, mesh) for x in found], "block": [outcome(x, mesh, [fz.remat("full")], block=True) for x in found]}
+    plain = {"plain": [outcome(x, mesh) for x in found]}
+    return plain | ({"block": [outcome(x, mesh, [fz.remat("full")], block=True) for x in found]} if blocks else {})
 
 
 def on_ranks(names: Sequence[str], first: int | None) -> list[list[Outcome]]:
     """Outcomes of modules as blocks whose parameters are sharded over the ranks of this job."""
     mesh = fz.make_mesh()
     return [[outcome(x, mesh, [fz.shard_params()], block=True) for x in samples(module_cases(name), first)] for name in names]
+
+
+def told(names: Sequence[str], outcomes: Callable[[list[str]], dict[str, Found]]) -> dict[str, Found]:
+    """The outcomes of all names; a line on stderr for each as it is ready, for a grid takes an hour."""
+    found: dict[str, Found] = {}
+    for i, name in enumerate(names, 1):
+        started = time.monotonic()
+        found |= outcomes([name])
+        lines = [f"{i}/{len(names)} {name}: {time.monotonic() - started:.0f} s", *faults(name, found[name])]
+        print(*lines, sep="\n  ", file=sys.stderr, flush=True)
+    return found
 
 
 def faults(name: str, found: Found) -> list[str]:

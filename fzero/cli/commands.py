@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fzero.errors import BudgetError, FzeroError, message
 from fzero.leaves import auto_of
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
+from fzero.pipeline import Name
 from fzero.program.show import show
 from fzero.progress import shown
 from fzero.runtime.calibrate import calibrate
@@ -33,7 +35,7 @@ from fzero.schedule.devices import Device, get_device
 from fzero.schedule.plan import fits
 from fzero.step import Step
 from fzero.testing import check_equivalent
-from fzero.units import parse_bytes
+from fzero.units import parse_budgets, parse_bytes
 
 _TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
 _MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required)")
@@ -73,8 +75,8 @@ class _OfTarget:
         """The target lowered for the mesh and the device that predicts."""
         with _usage():
             axes: dict[str, Any] = _axes(self.mesh)
-            mesh, budget = AbstractMesh(**axes), self.budget_bytes
-            host, disk = _bytes(self.host_budget), _bytes(self.disk_budget)
+            mesh = AbstractMesh(**axes)
+            budget, host, disk = parse_budgets(self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget))
             device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
@@ -122,9 +124,13 @@ class Show(_OfTarget):
 
     flat: Annotated[bool, _FLAG] = False
     """every line, repeated layers not folded into loops"""
+    after: Annotated[Name | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
+    """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate, hoist_updates, tiers, overlap, rename
+    or pool"""
 
     def run(self) -> int:
-        program = self.lowered().program
+        lowered = self.lowered()
+        program = lowered.program if self.after is None else lowered.after(self.after)
         text = show(program, fold=not self.flat)
         if self.json:
             print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))
@@ -149,7 +155,7 @@ class Calibrate:
     def run(self) -> int:
         with _usage():
             _check_files(out=self.out)
-            if self.seconds <= 0:
+            if not 0 < self.seconds < math.inf:
                 raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
             if self.path is not None:
                 check(self.path, SCRATCH)
@@ -254,4 +260,4 @@ def _check_files(**files: Path | None) -> None:
     problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
     problems += [f"--picture {path}: a picture is a .png or .svg" for flag, path in given.items() if flag == "picture" and path.suffix not in _PICTURES]
     if problems:
-        raise UsageError(message("files", "cannot be written", problems, "name files in folders that exist"))
+        raise UsageError(message("files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg"))

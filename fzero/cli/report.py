@@ -15,9 +15,9 @@ from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.schedule.devices import Device
 from fzero.schedule.plan import Plan
-from fzero.schedule.render import Table, as_seconds, draw, plain, tables
+from fzero.schedule.render import Table, draw, plain, tables
 from fzero.testing import Report
-from fzero.units import rate, size
+from fzero.units import duration, rate, size
 
 
 def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
@@ -53,10 +53,10 @@ def print_device(device: Device) -> None:
     rows = [(f"products in {dtype}", f"{flops / 1e9:.4g} GFLOP/s", "") for dtype, flops in device.flops.items()]
     memories = {"memory": device.memory_bandwidth, "host memory": device.host_memory_bandwidth, "disk, mixed": device.disk_mixed}
     rows += [(name, rate(attained), "read and written together") for name, attained in memories.items() if attained]
-    rows.append(("a call", as_seconds(device.call_seconds), ""))
+    rows.append(("a call", duration(device.call_seconds), ""))
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
-    rows += [(name, rate(link.bandwidth), f"after {as_seconds(link.latency)}") for name, link in links.items()]
+    rows += [(name, rate(link.bandwidth), f"after {duration(link.latency)}") for name, link in links.items()]
     machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
     _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
 

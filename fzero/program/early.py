@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fzero.program.ir import COLLECTIVES, Line, Program
-from fzero.program.storages import Output, output_storages
+from fzero.program.aliases import Aliases
+from fzero.program.ir import Line, Program
+from fzero.program.ops import COLLECTIVES, OPS
 
 
 def early(program: Program) -> Program:
@@ -19,7 +20,7 @@ def early(program: Program) -> Program:
     optimizer = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
     if optimizer is None:
         return program
-    first = next((i + 1 for i in reversed(range(optimizer)) if program.lines[i].op == "loop" or "joint" in program.lines[i].attrs), optimizer)
+    first = next((i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or "joint" in program.lines[i].attrs), optimizer)
     after = _Dependencies(program)
     slots: list[list[Line]] = [[line] for line in program.lines[:first]]  # a line, and those that come right after it
     for i, line in enumerate(program.lines[:first]):
@@ -53,8 +54,7 @@ class _Dependencies:
     """After which line another may run: what it reads has been made, and nobody reads any more, or moves, what it writes."""
 
     def __init__(self, program: Program):
-        self._functions = program.functions
-        self._outputs: dict[str, list[Output]] = {}  # of a function
+        self._aliases = Aliases(program.functions)
         self._of: dict[str, set[str]] = {}  # whose memory a value may lie in
         self._made: dict[str, int] = {}
         self._read: dict[str, int] = {}  # the last line that reads a value's memory
@@ -75,34 +75,22 @@ class _Dependencies:
     def ran(self, line: Line, at: int) -> None:
         if line.op in COLLECTIVES:
             self._started[line.out[0].name] = line
-        moved = self._started[line.args[0]].args if line.op == "wait" and line.args[0] in self._started else ()  # a transfer reads until its wait
+        moved = self._started[line.args[0]].args if OPS[line.op].waits and line.args[0] in self._started else ()  # a transfer reads until its wait
         self._arriving.update(v.name for v in line.out if moved)
         for name in (*_read(line), *moved):
             for root in self._roots(name):
                 self._read[root] = max(self._read.get(root, -1), at)
         for x in (line, *line.body):
-            for i, value in enumerate(x.out):
+            shares = dict(self._aliases.of(x))
+            for value in x.out:
                 self._made[value.name] = at
-                self._of[value.name] = {value.name, *(root for a in self._shares(x, i) for root in self._roots(a))}
+                self._of[value.name] = {value.name, *(self._roots(shares[value.name]) if value.name in shares else ())}
         for name in _written(line):
             for root in self._roots(name):
                 self._written[root] = at
 
     def _roots(self, name: str) -> set[str]:
         return self._of.get(name, {name})
-
-    def _shares(self, line: Line, which: int) -> Sequence[str]:
-        """The argument that a result may share memory with."""
-        if line.op in ("take_shard", "take_part"):
-            return line.args[:1]
-        if line.op == "add":
-            return (line.args[which],)
-        if not line.fn:
-            return ()
-        if line.fn not in self._outputs:
-            self._outputs[line.fn] = output_storages(self._functions[line.fn].graph)
-        argument = self._outputs[line.fn][which].argument
-        return () if argument is None else (line.args[argument],)
 
 
 def _read(line: Line) -> tuple[str, ...]:

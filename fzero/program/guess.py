@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
+from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to, is_guess
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
@@ -42,7 +43,7 @@ def num_guessable(program: Program, tiers: Sequence[str]) -> int:
 
 def guessed_leaves(program: Program) -> list[str]:
     """The leaves on disk that a program writes on a guess, in the order of its lines: each has two extents."""
-    return [w for line, _ in program.walk() if line.op == "disk_write_start" and is_guess(line) for w in line.writes]
+    return [w for line, _ in program.walk() if is_guess(line) and line.op in COPIES and from_to(line)[1] == DISK for w in line.writes]
 
 
 class _Guess:
@@ -50,11 +51,11 @@ class _Guess:
         self.program, self.values, self.tiers = program, program.values_by_name, {*tiers}
         self.lines = [line for line in program.lines if line.by == "optimizer"]
         self.made = {v.name: line for line in self.lines for v in line.out}
-        self.handles = {line.out[0].name: line for line in self.lines if line.op.endswith("_start")}
+        self.handles = {line.out[0].name: line for line in self.lines if line.op in STARTS}
         self.updates = [line for line in self.lines if self._may_be_guessed(line)]
 
     def _may_be_guessed(self, line: Line) -> bool:
-        if line.op != "call" or not line.writes:
+        if not line.fn or not line.writes:
             return False
         tiers = {w: self.program.leaves[w].layout.tier if w in self.program.leaves else "" for w in line.writes}
         waits_for = set().union(*(self._reductions(a) for a in line.args if a in self.made))
@@ -64,14 +65,14 @@ class _Guess:
     def _reductions(self, name: str) -> set[str]:
         """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known to all ranks."""
         line = self.made[name]
-        if line.op == "wait":
+        if OPS[line.op].waits:
             return {name}
         inside = [a for a in line.args if a in self.made]
         return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
 
     def _reduces(self, line: Line) -> bool:
         """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a number or a key."""
-        return line.op == "call" and any(a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args)
+        return bool(line.fn) and any(a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args)
 
     def _is_key(self, name: str) -> bool:
         return name in self.program.leaves and self.program.leaves[name].role == "key"
@@ -79,7 +80,7 @@ class _Guess:
     def _of_gradients(self, name: str) -> bool:
         """Whether a reduction reads nothing but gradients."""
         line = self.made[name]
-        if line.op == "wait":
+        if OPS[line.op].waits:
             start = self.handles[line.args[0]]
             return start.op == "all_reduce_start" and all(self._of_gradients(a) for a in start.args)
         return self._reduces(line) and not any(a in self.program.leaves or a in self.made for a in line.args)
@@ -121,19 +122,3 @@ class _Guess:
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
         assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"
         return replace(self.program, lines=(*self.program.lines[:at], *new, *first, redo, *rest))
-
-
-def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """What a `redo` compares: the scalars, and the guesses of them."""
-    half = len(line.args) // 2
-    return line.args[:half], line.args[half:]
-
-
-def is_guess(line: Line) -> bool:
-    """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
-    return bool(line.attrs.get("guess"))
-
-
-def is_skipped(line: Line) -> bool:
-    """Whether a line is not carried out at all if the step does not guess."""
-    return is_guess(line) and line.op in ("call", "cast", "assign")

@@ -142,25 +142,6 @@ class Line:
         return replace(self, args=tuple(names.get(a, a) for a in self.args), attrs=attrs)
 
 
-COLLECTIVES = {"all_gather_start", "reduce_scatter_start", "all_reduce_start"}
-"""Transfers between ranks, over mesh axes."""
-COPIES = {"to_host_start", "to_device_start", "disk_read_start", "disk_write_start"}
-"""Transfers between the tiers of one rank."""
-
-
-def from_to(line: Line) -> tuple[str, str]:
-    """The tiers that a copy is from and to."""
-    memory = line.attrs.get("memory", "host")
-    tiers = {"to_host_start": ("device", "host"), "to_device_start": ("host", "device"), "disk_read_start": ("disk", memory)}
-    return tiers.get(line.op, (memory, "disk"))
-
-
-TRANSFERS = COLLECTIVES | COPIES
-SETTLED = {"call", "cast", "accumulate", "add", "assign", "disk_read_start", "to_host_start", "buffer"}
-"""What may be on the host where a copy to the device still reads, though it was waited for: on CUDA the device alone waits, so these do before they write;
-`to_host_start` the device carries out after that copy, and `buffer` writes nothing."""
-
-
 @dataclass(frozen=True, eq=False)
 class Function:
     """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites; `into`: indices of the
@@ -251,33 +232,6 @@ def repeats(line: Line) -> bool:
     return line.attrs.get("micro", (0, 1))[0] > 0
 
 
-def turns(line: Line) -> int:
-    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the next; a redo once."""
-    return 0 if not line.body else min(line.attrs["count"], 2) if line.op == "loop" else 1
-
-
-def transfer_bytes(line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather or to reduce-scatter, twice that to
-    all-reduce. A copy between tiers moves what the rank has of its values; between host and device nothing, where they are one memory."""
-    if line.op in COPIES:
-        return 0 if stays(line, mesh) else sum(local_bytes(values[a], mesh) for a in copied(line))
-    size = mesh.axis_size(line.attrs["axes"])
-    args = [values[a] for a in line.args]
-    if line.op == "all_reduce_start":  # of shards, on a mesh with a replica axis, only the shard travels
-        return sum(v.nbytes // mesh.axis_size(v.placement.axes) for v in args) * 2 * (size - 1) // size
-    return sum(v.nbytes for v in args) * (size - 1) // size
-
-
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:
     """Bytes of a value on one rank: of a shard its padded part."""
     return math.prod(value.held(mesh)) * value.dtype.itemsize
-
-
-def stays(line: Line, mesh: AbstractMesh) -> bool:
-    """Whether a copy between tiers leaves everything where it is: host and device are one memory."""
-    return mesh.unified_memory and line.op in ("to_host_start", "to_device_start")
-
-
-def copied(line: Line) -> tuple[str, ...]:
-    """What a copy between tiers reads: its arguments, but for the leaves it writes."""
-    return line.args[len(line.writes) :]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fzero.layout import COMPUTE
+from fzero.program.ops import OPS
 
 if TYPE_CHECKING:
     from fzero.program.ir import Program
@@ -20,9 +21,8 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("all_gather_start", "reduce_scatter_start", "all_reduce_start", "wait", "cast", "take_shard", "take_part", "part_index", "num_valid", "draw_start"),
-        *("to_host_start", "to_device_start", "disk_read_start", "disk_write_start", "accumulate", "add", "assign", "buffer", "pool"),
-        *("zeros", "guess", "redo"),
+        *("pool", "guess"),
+        *(name for name, row in OPS.items() if row.in_text),
     }
 )
 """What the text of a program means already: keywords, its arguments, its primitives."""

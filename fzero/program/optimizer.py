@@ -152,7 +152,9 @@ def record_update(
 
     fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
     with mode:
-        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update)
+        of_grads = {v.name: f"the gradient of {params.leaves[i].path}" for i, v in grads.items()}
+        labels = [of_grads.get(name, name) for name, *_ in places]
+        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update, labels=labels)
     targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
     given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))

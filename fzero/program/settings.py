@@ -42,6 +42,7 @@ from fzero import compat
 
 MOST = 20_000
 """Values that are looked at for one function, 1 to 2 us each."""
+GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 _LONG = 32
 """Items of a container above which it is compared at once, if it holds plain values alone."""
 
@@ -103,7 +104,7 @@ def counted(*values: Any) -> dict[str, Hashable]:
     found = [(place, fact) for fact, place in zip(walk.facts, walk.places, strict=True) if isinstance(fact, tuple) and fact[0] in (bool, int, float)]
     often = collections.Counter(place for place, _ in found)
     numpy = sys.modules.get("numpy")
-    drawn = {"random (Python's generator)": hash(random.getstate()), **({"numpy.random": str(numpy.random.get_state())} if numpy else {})}
+    drawn = dict(zip(GLOBAL_GENERATORS, (hash(random.getstate()), str(numpy.random.get_state()) if numpy else None), strict=True))
     return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
 
 

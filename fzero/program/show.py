@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fzero.errors import FzeroTypeError, message
-from fzero.program.guess import compared, is_guess, is_skipped
-from fzero.program.ir import TRANSFERS, Line, Program, copied, from_to, repeats, transfer_bytes
+from fzero.program.ir import Line, Program, repeats
+from fzero.program.ops import OPS, TRANSFERS, transfer_bytes
 from fzero.units import size
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
@@ -72,7 +72,7 @@ def name_of(program: Program) -> str:
 
 def statements(program: Program) -> list[str]:
     """Each line as it runs, without indentation, in the order of `Program.walk`."""
-    return [_head(line) if line.body else _statement(line, program, 0).text() for line, _ in program.walk()]
+    return [_statement(line, program, 0).text() for line, _ in program.walk()]
 
 
 def _signature(program: Program) -> str:
@@ -84,83 +84,10 @@ def _returns(program: Program) -> str:
     return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
 
 
-def _head(line: Line) -> str:
-    """Of a line with a body what stands before it."""
-    if line.op == "loop":
-        return f"for micro in range({line.attrs['count']}):"
-    scalars, guesses = compared(line)
-    return f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):"
-
-
 def _statement(line: Line, program: Program, depth: int) -> Printed:
-    args = ", ".join(line.args)
-    into = f", into=pool[{program.pool_index[id(line)]}]" if line.into else ""
-    out, types = tuple(v.name for v in line.out), tuple(str(v) for v in line.out)
-    axis = line.attrs["axes"][0] if line.attrs.get("axes") else ""
-    name = f"guess({line.fn or line.op})" if is_skipped(line) else line.fn or line.op
-    match line.op:
-        case "call":
-            written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
-            in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
-            notes = [*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]
-            return Printed(depth, f"{name}({args}{into if args else into[2:]})", out, types, ", ".join(notes))
-        case "all_gather_start" | "reduce_scatter_start" | "all_reduce_start":
-            how = "" if line.op == "all_gather_start" else f", op={line.attrs['op']!r}"
-            sent = size(transfer_bytes(line, program.values_by_name, program.mesh))
-            return Printed(depth, f"{line.op}([{args}], axis={axis!r}{how}{into})", out, (), f">>> sends {sent} over {axis}")
-        case "to_host_start" | "to_device_start" | "disk_read_start" | "disk_write_start":
-            moved = size(transfer_bytes(line, program.values_by_name, program.mesh))
-            over = f", into=[{', '.join(line.writes)}]" if line.writes else into
-            over += ", guess=True" if is_guess(line) and line.op.startswith("disk") else ""
-            where = {("disk", "host"): "from disk", ("disk", "device"): "from disk to device", ("device", "disk"): "from device to disk"}.get(from_to(line))
-            where = where or f"to {from_to(line)[1]}"
-            return Printed(depth, f"{line.op}([{', '.join(copied(line))}]{over})", out, (), f">>> {moved} {where}")
-        case "wait" if not out:
-            return Printed(depth, f"wait({args})", remark="<<<")
-        case "wait":
-            together = ", together=True" if line.attrs.get("together") else ""
-            return Printed(depth, f"wait({args}{into}{together})", (f"{out[0]},",) if len(out) == 1 else out, types, "<<<" if len(out) <= 2 else "")
-        case "cast":
-            source, *scales = line.args
-            scale = "".join(f", {x}, through={str(line.attrs['through']).removeprefix('torch.')!r}" for x in scales)
-            code = f"{name}({source}, {str(line.attrs['dtype']).removeprefix('torch.')!r}{scale}{into})"
-        case "buffer":
-            return Printed(depth, f"buffer({into[2:]})", (f"{out[0]},",) if len(out) == 1 else out, types)
-        case "zeros":
-            code = f"zeros({list(line.out[0].shape)}, {str(line.out[0].dtype).removeprefix('torch.')!r})"
-        case "take_shard":
-            code = f"take_shard({args}, axis={axis!r})"
-        case "take_part":
-            code = f"take_part({args}, {_micro(line)})"
-        case "part_index":
-            code = f"part_index({_micro(line)})"
-        case "num_valid":
-            code = f"num_valid({list(line.attrs['shape'])}, axis={axis!r})"
-        case "draw_start":
-            code = f"draw_start({line.attrs['base']}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({line.attrs['base']})"
-        case "accumulate":
-            code = f"accumulate({out[0]}, {args}{_how(line)}{into})"
-        case "add":
-            code = f"add([{', '.join(line.args[: len(out)])}], [{', '.join(line.args[len(out) :])}]{_how(line)})"
-            return Printed(depth, code, (f"{out[0]},",) if len(out) == 1 else out, types, "in place")
-        case "assign":
-            targets, sources = line.args[: len(line.writes)], line.args[len(line.writes) :]
-            return Printed(depth, f"{name}([{', '.join(targets)}], [{', '.join(sources)}])", remark="in place")
-        case _:
-            code = f"{line.op}({args})"
-    return Printed(depth, code, out, types)
-
-
-def _how(line: Line) -> str:
-    """How values of several micro-batches become one, as an argument, where they are not added up."""
-    return "" if line.attrs["op"] == "sum" else f", op={line.attrs['op']!r}"
-
-
-def _micro(line: Line) -> str:
-    """Which of how many micro-batches a line is for, as its arguments: in a loop by the loop's variable."""
-    if "micro" in line.attrs:
-        return ", ".join(map(str, line.attrs["micro"]))
-    return f"micro, {line.attrs['count']}" if "count" in line.attrs else ""
+    text, out = OPS[line.op].text(line, program), tuple(v.name for v in line.out)
+    types = () if line.op in TRANSFERS else tuple(map(str, line.out))
+    return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
 
 
 def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
@@ -172,9 +99,9 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
             readers.setdefault(name, set()).add(line.attrs["micro"][0])
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
         if line.body:
-            totals = [v.name for x in line.body if x.op == "accumulate" for v in x.out]
+            totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
             out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(Printed(depth, _head(line), remark="not if the guess was right" if line.op == "redo" else ""))
+            out.append(_statement(line, program, depth))
             out += _flat(line.body, program, depth + 1)
         else:
             out.append(_statement(line, program, depth))
@@ -191,8 +118,8 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
     named = list(_named(lines))
     for i, names in enumerate(named):
         last.update((name, i) for name in names)
-    made = {v.name for line in lines for v in line.out} | {v.name for line in lines for x in line.body if x.op == "accumulate" for v in x.out}
-    keep = set(program.outputs) | {v.name for line in lines if line.op == "accumulate" for v in line.out}
+    made = {v.name for line in lines for v in line.out} | {v.name for line in lines for x in line.body if OPS[x.op].outlives for v in x.out}
+    keep = set(program.outputs) | {v.name for line in lines if OPS[line.op].outlives for v in line.out}
     return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
 
 
@@ -200,14 +127,14 @@ def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
     """The names that each line makes or reads, and with what is added to totals those that it was made of: all micro-batches let go at the same place."""
     read: tuple[str, ...] = ()
     for line in lines:
-        read = line.args if line.op == "call" and "micro" in line.attrs else read
-        yield list(dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if line.op == "add" else ()))))
+        read = line.args if line.fn and "micro" in line.attrs else read
+        yield list(dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))))
 
 
 def _inner_reads(line: Line) -> list[str]:
     """Names of the enclosing lines that a loop's body reads."""
-    made = {v.name for x in line.body if x.op != "accumulate" for v in x.out}
-    return [a for x in line.body for a in x.args if a not in made] + [v.name for x in line.body if x.op == "accumulate" for v in x.out]
+    made = {v.name for x in line.body if not OPS[x.op].outlives for v in x.out}
+    return [a for x in line.body for a in x.args if a not in made] + [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
 
 
 def _noted(code: str, note: str) -> str:

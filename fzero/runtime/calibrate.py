@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,14 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero.arguments import number
 from fzero.comm.disk import check
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.runtime.measure import SCRATCH, rates
 from fzero.schedule.calibration import calibration_path, cores, cpu_model, machine, save_calibration
-from fzero.schedule.devices import KNOWN, Device, Link
+from fzero.schedule.devices import KNOWN, Device, Link, peaks_of
 
-_PATIENCE = 300.0  # seconds that the processes get which measure together
+_PATIENCE = 300.0  # seconds that the processes get which measure together, besides those that measuring takes
 
 
 def calibrate(
@@ -56,6 +58,8 @@ def calibrate(
     Raises:
         FzeroValueError: the processes that measure together failed, with what the first of them said; a directory that cannot hold scratch files.
     """
+    if problems := number("seconds", seconds, above=0, below=math.inf):
+        raise FzeroValueError(message("calibrate", "this is no time to measure in", problems, "e.g. seconds=5"))
     if directory is not None:
         check(directory, SCRATCH)
     progress = progress or (lambda what: None)
@@ -100,6 +104,7 @@ def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Devic
         source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
         host=None,
         machine=machine(device_type),
+        peak_flops=peaks_of(torch.cuda.get_device_name(0)) if cuda else {},
     )
 
 
@@ -125,9 +130,9 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
         env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        said = [process.communicate(timeout=_PATIENCE) for process in running]
+        said = [process.communicate(timeout=_PATIENCE + 2 * seconds) for process in running]
     except subprocess.TimeoutExpired:
-        said = [("", f"not done after {_PATIENCE:g} s")] * num_ranks
+        said = [("", f"not done after {_PATIENCE + 2 * seconds:g} s")] * num_ranks
     finally:
         for process in running:
             if process.poll() is None:

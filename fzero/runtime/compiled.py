@@ -6,9 +6,11 @@ It knows nothing of transforms beyond lowering; what it runs is the program, and
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from fzero.program import strides
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import Settings, changes, counted, settings, timed
+from fzero.program.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -59,7 +61,9 @@ MOST_PROGRAMS = 16
 """Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""
 
 LOOKED_AT_EVERY = 16
-"""Calls of a program after which what its functions read beside their arguments is compared; and at each of as many first ones."""
+"""Calls of a program after which what its functions read beside their arguments is compared; at each of as many first ones; and whenever the time since the
+last call is so long that a look takes less than `_SHARE` of it."""
+_SHARE = 0.01
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
+        self._called, self._looking = 0.0, 0.0  # when a program was called last, and how long a look at its settings takes
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
@@ -144,15 +149,20 @@ class Compiled:
             what = f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: these leaves are not"
             raise FzeroValueError(message(self.owner, what, [*odd, *kept.strides], "give x.contiguous()"))
         kept.calls += 1
-        if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0:
-            about = f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+        since, self._called = perf_counter() - self._called, perf_counter()
+        changed = changes(kept.settings, self._settings()) if kept.calls > 1 and _SHARE * since >= self._looking else []
+        if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0 or changed:
+            about = f"reads another value than before: {changed[0]}" if changed else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
             agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
         """What the step's functions read now beside their arguments."""
-        return settings(*self._functions(), strict=False)
+        start = perf_counter()
+        found = settings(*self._functions(), strict=False)
+        self._looking = perf_counter() - start
+        return found
 
     def _functions(self) -> tuple[Any, ...]:
         return (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
@@ -199,6 +209,9 @@ class Compiled:
         after = counted(*self._functions())
         changed = [_changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value]
         if changed or agree.describe(again.program) != agree.describe(lowered.program):
+            others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+            if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
+                changed.append(f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. random.Random(seed)")
             fix = (
                 "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
                 "what is only written down goes into a list"
@@ -210,7 +223,7 @@ class Compiled:
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
         with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else nullcontext():
-            lowered = replace(self._lower(params, batch), chosen=self._chosen)
+            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)  # a run keeps its program alone
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}

@@ -20,7 +20,8 @@ import torch
 
 from fzero.layout import Storage, extent_of
 from fzero.mesh import Mesh
-from fzero.program.ir import COPIES, TRANSFERS, Program, transfer_bytes
+from fzero.program.ir import Program
+from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 from fzero.schedule.cost import channel, model_flops
 from fzero.schedule.devices import get_device
 from fzero.schedule.plan import compute_dtype

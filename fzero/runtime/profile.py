@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fzero.program.guess import is_skipped
 from fzero.program.ir import Line, Program
+from fzero.program.ops import is_skipped
 from fzero.schedule.cost import channel
 from fzero.schedule.timeline import COMPUTE, Event
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero import layout
-from fzero.program.ir import COPIES, TRANSFERS, Line, Program, Value, stays
-from fzero.schedule.packing import Interval
+from fzero.program.ir import Line, Program, Value
+from fzero.program.ops import OPS, STARTS, stays
 from fzero.schedule.regions import ALIGNMENT, Region, Slot, assign
 from fzero.schedule.uses import Uses
 from fzero.schedule.writing import with_functions
@@ -37,37 +37,26 @@ class _Placer:
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
         self.lines, self.made, self.reads, self.views, self.waits = uses.lines, uses.made, uses.reads, uses.views, uses.waits
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs["axes"] for line, _ in self.lines if line.op == "reduce_scatter_start" for a in line.args}
-        self.adds = {a: v.name for line, _ in self.lines if line.op == "add" for a, v in zip(line.args, line.out, strict=False)}
+        self.scattered = {a: line.attrs["axes"] for line in self._with("scatter").values() for a in line.args}
+        self.adds = {a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)}
         self.slots: dict[str, Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
         self.regions: list[Region] = []
 
     def run(self) -> Program:
-        for i, (line, span) in enumerate(self.lines):
-            if line.op == "accumulate":
-                self._total(i, line.out[0], span)
-            elif line.op == "add":
-                self._sum(i, line)
-        for i, (line, _) in enumerate(self.lines):
-            if line.op == "all_gather_start":
-                self._gather(i, line)
-            elif line.op == "reduce_scatter_start":
-                self._scatter(i, line)
-            elif line.op == "all_reduce_start":
-                self._reduce(i, line)
-            elif line.op in COPIES and not line.writes and not stays(line, self.mesh):
-                self._fetch(i, line)
-            elif line.op == "buffer":
-                self._leaves(i, line.out)
-        for i, (line, _) in enumerate(self.lines):
-            if line.op == "cast" and self._on_host(line.out[0]) and i not in self.into:
-                self._leaves(i, line.out)
+        for i, line in self._with("total", "sum").items():
+            self._total(i, line) if OPS[line.op].outlives else self._sum(i, line)
+        kinds = {"gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "fetch": self._fetch, "leaves": self._leaves}
+        for i, line in self._with(*kinds).items():
+            kinds[OPS[line.op].pool](i, line)
+        results = {i: line for i, line in self._with("results").items() if not line.writes}
+        for i, line in results.items():
+            if not line.fn and self._on_host(line.out[0]) and i not in self.into:
+                self._leaves(i, line)
         if self.mesh.device_type == "cpu":
-            for i, (line, _) in enumerate(self.lines):
-                if line.op in ("call", "cast") and not line.writes:
-                    self._results(i, line)
+            for i, line in results.items():
+                self._results(i, line)
         pool_bytes, host_pool_bytes = (assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host"))
         numbers = iter(range(len(self.lines)))
 
@@ -81,6 +70,10 @@ class _Placer:
         lines = visit(self.program.lines)
         return with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes))
 
+    def _with(self, *kinds: str) -> dict[int, Line]:
+        """The lines whose results lie in the pool in one of these ways (`Op.pool`), by number."""
+        return {i: line for i, (line, _) in enumerate(self.lines) if OPS[line.op].pool in kinds}
+
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
         if number in self.uses.together.values():
@@ -90,14 +83,15 @@ class _Placer:
         size = self.mesh.axis_size
         if number in self.parts:
             return replace(line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots))
-        if line.op in TRANSFERS:
+        if line.op in STARTS:
             return replace(line, into=tuple(s and s.place() for s in slots))
         return replace(line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True)))
 
     # --- the regions of each kind of line ---
 
-    def _total(self, number: int, value: Value, span: Interval | None) -> None:
+    def _total(self, number: int, line: Line) -> None:
         """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
+        value, span = line.out[0], self.lines[number][1]
         region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
         assert span is not None
@@ -143,7 +137,7 @@ class _Placer:
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
-            if maker is not None and self.reads[name] == 1 and self.lines[maker][0].op == "cast" and self.uses.same_loop(maker, number):
+            if maker is not None and self.reads[name] == 1 and self._is_copy(maker) and self.uses.same_loop(maker, number):
                 self.into[maker], self.parts[maker] = [slot], axes
                 begins = min(begins, maker)
         self.into[number], self.into[wait] = list(slots), list(slots)
@@ -185,19 +179,26 @@ class _Placer:
 
     def _fetch(self, number: int, line: Line) -> None:
         """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
+        if line.writes or stays(line, self.mesh):
+            return
         wait = self.waits[line.out[0].name]
-        outs = self.lines[wait][0].out
-        self._leaves(number, outs)
+        self._leaves(number, self.lines[wait][0])
         self.into[wait] = list(self.into[number])
         for name in line.args:
             maker = self.made.get(name)
-            if maker is not None and self.lines[maker][0].op == "cast" and maker not in self.into:
+            if maker is not None and self._is_copy(maker) and maker not in self.into:
                 source = self._region(self.values[name].tier)
                 self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
-    def _leaves(self, number: int, outs: Sequence[Value]) -> None:
-        """A region for values that come from a tier, or are to go to one."""
+    def _is_copy(self, number: int) -> bool:
+        """Whether a line makes a value of its own without a function: it may be made where it is sent from."""
+        line = self.lines[number][0]
+        return not line.fn and OPS[line.op].pool == "results"
+
+    def _leaves(self, number: int, line: Line) -> None:
+        """A region for the results of a line, which come from a tier, or are to go to one; written from line `number` on."""
+        outs = line.out
         region = self._region(outs[0].tier)
         slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
         self.into[number] = list(slots)
@@ -217,9 +218,9 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        if line.op == "cast":
-            return True
-        return self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()  # compiled readers rely on the strides they were traced with
+        return (
+            not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
+        )  # compiled readers rely on the strides they were traced with
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
@@ -232,7 +233,7 @@ class _Placer:
         if maker is None or packed or self.reads[name] != 1 or name in self.views.returned or not self.uses.same_loop(maker, number):
             return slot
         line = self.lines[maker][0]
-        if line.op in ("call", "cast") and not line.writes:
+        if OPS[line.op].pool == "results" and not line.writes:
             into = self.into.setdefault(maker, [None] * len(line.out))
             into[[v.name for v in line.out].index(name)] = slot
             region.written(maker)

@@ -2,7 +2,7 @@
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
 it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in schedule/uses.py).
-Where a copy to the device was taken from, the host writes by operations alone that wait for such copies themselves (`SETTLED`): the wait of the copy
+Where a copy to the device was taken from, the host writes by operations alone that wait for such copies themselves (`Op.settles`): the wait of the copy
 holds up the device alone. What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank
 (runtime/agree.py) there is no order in which ranks wait for each other.
 """
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fzero.errors import VerifyError, message
-from fzero.program.ir import COLLECTIVES, SETTLED, TRANSFERS, Line, Place, Program, copied, stays, turns
+from fzero.program.ir import Line, Place, Program
+from fzero.program.ops import OPS, STARTS, Start, stays, turns
 
 Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
@@ -55,21 +56,20 @@ class _Checker:
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
+            row = OPS[line.op]
             for name in map(self._origin, line.args):
                 self._read(line, name)
-            if line.op in TRANSFERS and stays(line, self.program.mesh):
+            for name, source in row.shares(line):
+                self.same[name] = self._origin(source)
+                if row.in_place:
+                    self._write(line, self.same[name], self.places[self.same[name]])
+            if stays(line, self.program.mesh):
                 self.staying[line.out[0].name] = () if line.writes else line.args
-            elif line.op == "wait" and line.args[0] in self.staying:
+            elif row.waits and line.args[0] in self.staying:
                 self.same.update((v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True))
-            elif line.op in ("take_shard", "take_part"):
-                self.same[line.out[0].name] = self._origin(line.args[0])
-            elif line.op == "add":
-                for value, total in zip(line.out, map(self._origin, line.args), strict=False):
-                    self.same[value.name] = total
-                    self._write(line, total, self.places[total])
-            elif line.op in TRANSFERS:
-                self._start(line)
-            elif line.op == "wait":
+            elif isinstance(row, Start):
+                self._start(line, row)
+            elif row.waits:
                 self._wait(line)
             else:
                 for name in (n for n in map(self._origin, line.writes) if n in self.places):
@@ -80,16 +80,16 @@ class _Checker:
             for _ in range(turns(line)):
                 self.lines(line.body)
 
-    def _start(self, line: Line) -> None:
+    def _start(self, line: Line, row: Start) -> None:
         spans = [self._span(p) for p in line.into if p is not None]
-        gathers, num = line.op not in COLLECTIVES - {"all_gather_start"}, len(line.args)
+        num = len(line.args)
         for k, span in enumerate(spans):
             mine = self.places.get(self._origin(line.args[k])) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
-            if gathers or not in_place:
-                self._write(line, line.args[k] if k < num and not gathers else f"{line.out[0].name}:{k}", span)
-        if line.op not in COLLECTIVES or line.op == "all_gather_start":  # these read where their arguments lie
-            spans += [self.places[a] for a in map(self._origin, copied(line)) if a in self.places]
+            if row.reads_until_wait or not in_place:
+                self._write(line, line.args[k] if k < num and not row.reads_until_wait else f"{line.out[0].name}:{k}", span)
+        if row.reads_until_wait:
+            spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
         for guard in self.guards.values():
             if guard.waited and guard.line.attrs["axes"] == line.attrs.get("axes"):
@@ -105,8 +105,8 @@ class _Checker:
         released = [n for n, g in self.guards.items() if name in g.after]
         if line.attrs.get("together"):
             released += [n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs.get("axes")]
-        shards = guard.line.into[len(guard.line.args) :] if guard.line.op == "reduce_scatter_start" else guard.line.into
-        for value, place, filled in zip(line.out, line.into, shards, strict=False):
+        row = STARTS[guard.line.op]
+        for value, place, filled in zip(line.out, line.into, row.filled(guard.line), strict=False):
             if place is None or filled is None:
                 continue
             span, source = self._span(place), self._span(filled)
@@ -114,9 +114,9 @@ class _Checker:
                 self._write(line, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
-        if not self.program.mesh.shared_memory or guard.line.op not in COLLECTIVES:
+        if not self.program.mesh.shared_memory or row.between != "ranks":
             released.append(name)
-        if guard.line.op == "to_device_start":
+        if row.holds_device_only:
             self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
@@ -141,7 +141,7 @@ class _Checker:
             if guard is not by and any(_meet(s, span) for s in guard.spans):
                 what = "other ranks may still be reading it" if guard.waited else "it is under way"
                 self._add(line, f"{name} is written over the buffers of {moving}: {what}")
-        if line.op not in SETTLED:
+        if not OPS[line.op].settles:
             for moving, spans in self.sent.items():
                 if any(_meet(s, span) for s in spans):
                     self._add(line, f"{name} is written over what {moving} may still read on the host")

@@ -23,7 +23,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fzero.mesh import AbstractMesh
 from fzero.program.block import Joint
-from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Program, local_bytes, transfer_bytes
+from fzero.program.ir import Function, Line, Program, local_bytes
+from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.program.segment import ancestors
 from fzero.schedule.devices import Device, Link
 from fzero.schedule.fusion import kernels
@@ -132,7 +133,6 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 # --- lines ---
 
-DISK = "disk"
 HOST = "host"
 
 
@@ -140,27 +140,21 @@ def on_host(line: Line, program: Program) -> bool:
     """Whether the host computes a line, on a mesh where that is another memory than the device's."""
     if program.mesh.unified_memory or line.op in TRANSFERS:
         return False
-    if line.op == "call":
-        return line.attrs.get("on") == "host"
-    return line.op in ("cast", "take_shard", "accumulate") and program.values_by_name[line.args[0]].tier == "host"
+    return OPS[line.op].on_host(line, program.values_by_name[line.args[0]] if line.args else None)
 
 
 def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
     """What a line that the host computes reads and writes there."""
-    if line.op == "call":
+    if line.fn:
         return cost_of(program.functions[line.fn], backend).bytes
-    touched = (*line.args, *(v.name for v in line.out for _ in range(2 if line.op == "accumulate" else 1)))  # a total is read and written
-    return float(sum(local_bytes(program.values_by_name[n], program.mesh) for n in touched))
+    return OPS[line.op].touched(line, program.values_by_name, program.mesh)
 
 
 def channel(line: Line) -> str | None:
     """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`, `to_device` and `disk`, whose reads and
     writes share one device; None for a line that moves nothing."""
-    if line.op not in TRANSFERS:
-        return None
-    if line.op in COPIES:
-        return DISK if line.op.startswith("disk") else line.op.removesuffix("_start")
-    return f"{'gather' if line.op == 'all_gather_start' else 'reduce'}:{','.join(line.attrs['axes'])}"
+    row = STARTS.get(line.op)
+    return None if row is None else row.channel(line)
 
 
 def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
@@ -168,42 +162,30 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
-    values, mesh = program.values_by_name, program.mesh
     if on_host(line, program):  # bound by its memory, whatever it computes
-        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (device.call_seconds if line.op == "call" else 0.0)
-    match line.op:
-        case "call":
-            return cost_of(program.functions[line.fn], backend).seconds(device)
-        case "cast":
-            return (local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)) / device.memory_bandwidth
-        case "accumulate":
-            return 3 * local_bytes(line.out[0], mesh) / device.memory_bandwidth
-        case "add":
-            return sum(3 * local_bytes(v, mesh) for v in line.out) / device.memory_bandwidth
-        case "assign":
-            return sum(local_bytes(values[a], mesh) for a in line.args) / device.memory_bandwidth
-        case "take_shard":  # a view where the leaf divides, else a padded copy
-            part = local_bytes(line.out[0], mesh)
-            return 0.0 if part * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes else 2 * part / device.memory_bandwidth
-        case _:
-            return transfer_seconds(line, program, device) if line.op in TRANSFERS else 0.0
+        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (device.call_seconds if line.fn else 0.0)
+    if line.fn:
+        return cost_of(program.functions[line.fn], backend).seconds(device)
+    if line.op in TRANSFERS:
+        return transfer_seconds(line, program, device)
+    return OPS[line.op].touched(line, program.values_by_name, program.mesh) / device.memory_bandwidth
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its
     share over the host's links to others, so an axis with k ranks on each host has k of them."""
     mesh = program.mesh
-    if line.op in COPIES:
+    row = STARTS[line.op]
+    if isinstance(row, Copy):
         nbytes = transfer_bytes(line, program.values_by_name, mesh)
-        way = {"disk_read_start": device.disk_read, "disk_write_start": device.disk_write}.get(line.op, device.host_copy)
-        return way.seconds(nbytes) if nbytes else 0.0
+        return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
     size = mesh.axis_size(line.attrs["axes"])
     if size == 1:
         return 0.0
     per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
     num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
-    if line.op == "all_reduce_start":  # what is small goes up and down a tree
+    if row.tree:  # what is small goes up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
         across = num_hosts if num_hosts > 1 else 0
@@ -223,8 +205,8 @@ def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
 def as_used(device: Device, program: Program) -> Device:
     """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
     device = on_mesh(device, program.mesh)
-    used = {line.op for line, _ in program.walk()}
-    if not device.disk_mixed or not used >= {"disk_read_start", "disk_write_start"}:
+    used = {row.link for line, _ in program.walk() if isinstance(row := STARTS.get(line.op), Copy)}
+    if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
         return device
     read, write = device.disk_read, device.disk_write
     slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))  # than if they took turns
@@ -252,7 +234,7 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
 
 def hardware_flops(program: Program) -> float:
     """FLOPs of products that a rank runs in one step, recomputation included."""
-    return sum(times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.op == "call")
+    return sum(times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.fn)
 
 
 def model_flops(program: Program) -> float:
@@ -263,7 +245,7 @@ def model_flops(program: Program) -> float:
     """
     total = 0.0
     for line, times in program.walk():
-        if line.op != "call":
+        if not line.fn:
             continue
         if "call" in line.attrs:
             total += times * _joint_flops(line.attrs["joint"], line.attrs["backward"], tuple(line.attrs["grads"]))

@@ -6,8 +6,10 @@ a share that `source` states. A plan for a machine one does not have uses a devi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,7 @@ def _datasheet(
         disk_write=Link(1e-4, _DISK_WRITE),
         host=host[1],
         source=stated,
+        peak_flops=flops,
     )
 
 
@@ -153,6 +156,18 @@ KNOWN: Mapping[str, Device] = {
 """Devices by name."""
 
 
+def peaks_of(name: str) -> Mapping[str, float]:
+    """The peaks of the known device that a driver calls by this name; none if it is another, or another form of one.
+
+    Example:
+        >>> peaks_of("NVIDIA GeForce RTX 4090")["bfloat16"], peaks_of("NVIDIA H100 PCIe"), peaks_of("NVIDIA A10G")
+        (165200000000000.0, {}, {})
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    known = [*words, *(a + b for a, b in pairwise(words))]
+    return {} if {"pcie", "nvl"} & {*words} else next((KNOWN[x].peak_flops for x in known if x in KNOWN), {})
+
+
 def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Device:
     """A device by name, from a file, or this machine's.
 
@@ -181,12 +196,20 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     if str(name).lower() in KNOWN:
         return KNOWN[str(name).lower()]
     if (path := Path(name)).exists():
-        return Device.from_json(path.read_text(), str(path))
+        return Device.from_json(_text(path), str(path))
     base, *changes = str(name).split(",")
     if changes:
         return _changed(get_device(base, device_type), changes)
     problems = [f"{known}: {device.source}" for known, device in KNOWN.items()]
     raise FzeroValueError(message("device", f"{str(name)!r} is neither a known device nor a calibration file", problems, "give one of these, or a path"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = f"give the path of a file that fzero calibrate wrote, or one of {', '.join(KNOWN)}"
+        raise FzeroValueError(message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)) from error
 
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.layout import padded, shard_numel
+from fzero.layout import padded
+from fzero.program.aliases import Aliases
 from fzero.program.guess import guessed_leaves
-from fzero.program.ir import COPIES, TRANSFERS, Function, Line, Place, Program, Value, copied, local_bytes, stays, turns
+from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
+from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
-from fzero.program.storages import output_storages
 
 ROLES: tuple[str, ...] = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
 """What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
@@ -77,9 +78,9 @@ class _Memory:
 
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.values, self.roles = program, program.values_by_name, roles(program)
-        self.waits = {line.args[0]: line for line, _ in program.walk() if line.op == "wait"}
+        self.waits = {line.args[0]: line for line, _ in program.walk() if OPS[line.op].waits}
         self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
-        self.outputs = {name: output_storages(f.graph) for name, f in program.functions.items()}
+        self.outputs = Aliases(program.functions).outputs
         self.names: dict[str, tuple[_Storage, ...]] = {}
         self.references: dict[_Storage, int] = {}
         self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
@@ -112,10 +113,7 @@ class _Memory:
 
     def _sample(self, line: Line, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
-        inside = self.temporaries[line.fn] if line.op == "call" else 0
-        if line.op == "cast" and len(line.args) > 1:  # what is rounded to 8 bits, in the dtype that it goes through and in float32
-            through = line.attrs["through"]
-            inside = local_bytes(line.out[0], self.program.mesh) * (4 + (through != self.values[line.args[0]].dtype) * through.itemsize)
+        inside = self.temporaries[line.fn] if line.fn else OPS[line.op].inside(line, self.values, self.program.mesh)
         now[line.attrs.get("on") == "host" and not self.program.mesh.unified_memory]["temporaries"] += inside
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
@@ -147,49 +145,41 @@ class _Memory:
 
     def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
         """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then to what it still reads."""
-        match line.op:
-            case "call":
-                made: dict[int, _Storage] = {}
-                for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs[line.fn], strict=True)):
-                    place = line.into[k] if line.into else None
-                    if argument is not None and place is None:
-                        yield value.name, self.names[line.args[argument]]
-                    else:
-                        if place is not None or root not in made:
-                            made[root] = self._storage(value.name, nbytes, place)
-                        yield value.name, (made[root],)
-            case "wait":
-                for value, storage in zip(line.out, self.names[line.args[0]], strict=False):
-                    yield value.name, (storage,)
-            case "accumulate" if line.out[0].name in self.names:
-                pass
-            case "add":
-                for value, total in zip(line.out, line.args, strict=False):
-                    yield value.name, self.names[total]
-            case "take_part":
-                yield line.out[0].name, self.names[line.args[0]]
-            case "take_shard" if self._divides(self.values[line.args[0]], line.attrs["axes"]):
-                yield line.out[0].name, self.names[line.args[0]]
-            case op if op in COPIES:
-                sources = [storage for a in copied(line) for storage in self.names[a]]
-                if line.writes or stays(line, self.program.mesh):
-                    yield line.out[0].name, tuple(sources)
+        row = OPS[line.op]
+        if line.fn:
+            made: dict[int, _Storage] = {}
+            for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs(line.fn), strict=True)):
+                place = line.into[k] if line.into else None
+                if argument is not None and place is None:
+                    yield value.name, self.names[line.args[argument]]
                 else:
-                    wait = self.waits[line.out[0].name]
-                    yield line.out[0].name, (*(self._fresh(v, k, wait) for k, v in enumerate(wait.out)), *sources)
-            case op if op in TRANSFERS:
-                wait = self.waits[line.out[0].name]
-                results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
-                copies = [self._lie(a, line.into[k]) if line.into else self.names[a][0] for k, a in enumerate(line.args)]
-                yield line.out[0].name, (*results, *(copies if line.op != "all_gather_start" or not line.into else ()))
-            case _:
-                for k, value in enumerate(line.out):
+                    if place is not None or root not in made:
+                        made[root] = self._storage(value.name, nbytes, place)
+                    yield value.name, (made[root],)
+        elif row.waits:
+            for value, storage in zip(line.out, self.names[line.args[0]], strict=False):
+                yield value.name, (storage,)
+        elif isinstance(row, Start):
+            yield line.out[0].name, self._moving(line, row)
+        elif (shared := list(row.shares(line))) and row.is_view(line, self.values, self.program.mesh):
+            for name, source in shared:
+                yield name, self.names[source]
+        else:
+            for k, value in enumerate(line.out):
+                if not (row.outlives and value.name in self.names):  # a total is one storage, whatever the turn
                     yield value.name, (self._fresh(value, k, line),)
 
-    def _divides(self, whole: Value, axes: tuple[str, ...]) -> bool:
-        """Whether a leaf's shards have no padding: each is a view of the whole."""
-        size = self.program.mesh.axis_size(axes)
-        return shard_numel(whole.shape, size) * size == whole.numel
+    def _moving(self, line: Line, row: Start) -> tuple[_Storage, ...]:
+        sources = [storage for a in row.sent(line) for storage in self.names[a]]
+        if line.writes or stays(line, self.program.mesh):
+            return tuple(sources)
+        wait = self.waits[line.out[0].name]
+        results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
+        if row.between == "tiers":
+            return (*results, *sources)
+        if not row.reads_until_wait or not line.into:
+            results += [self._lie(a, line.into[k]) if line.into else self.names[a][0] for k, a in enumerate(line.args)]
+        return tuple(results)
 
     def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
         """The storage of result `k` of a line that makes it anew."""
@@ -228,13 +218,13 @@ def roles(program: Program) -> dict[str, str]:
     for i, line in reversed(list(enumerate(lines))):
         made = {v.name for v in line.out} | {*line.writes}
         read = {a for a in line.args if a not in leaves}
-        if line.op == "call":
+        if line.fn:
             gradients |= {a for a in read if line.writes and values[a].shape and copies.get(a, a) not in leaves}
         elif line.op != "take_shard" and not made.isdisjoint(gradients):
             gradients |= read
-        if line.op == "all_gather_start":
+        if OPS[line.op].pool == "gather":
             gathered |= made | read
-        if i >= backward and line.op == "call":
+        if i >= backward and line.fn:
             late |= read
     for i, line in enumerate(lines):
         for value in line.out:
@@ -245,7 +235,7 @@ def roles(program: Program) -> dict[str, str]:
                 role = "gradients"
             elif source is not None:
                 role = known[source]
-            elif value.name in gathered or (line.op == "wait" and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
+            elif value.name in gathered or (OPS[line.op].waits and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
                 role = "gathered"
             elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
                 role = "batch"
@@ -264,9 +254,10 @@ def _copies(program: Program) -> dict[str, str]:
     for line, _ in program.walk():
         if line.op in COPIES:
             started[line.out[0].name] = line
-        elif line.op == "wait" and line.args[0] in started:
-            out.update((v.name, out.get(a, a)) for v, a in zip(line.out, copied(started[line.args[0]]), strict=False))
-        elif line.op == "buffer":
+        elif OPS[line.op].waits and line.args[0] in started:
+            start = started[line.args[0]]
+            out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
+        elif "leaves" in line.attrs:  # a buffer for them
             out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
         elif line.op == "cast" and line.args[0] in out:  # on the way
             out[line.out[0].name] = out[line.args[0]]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, Value, repeats, transfer_bytes
+from fzero.program.ir import Line, Program, Value, repeats
+from fzero.program.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
 
 _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
@@ -45,11 +46,9 @@ def order(program: Program, choice: Order = _DEFAULT) -> Program:
         lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
         if choice.coalesced:
             lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
-        lines = _raise(lines, {_GATHER}, state, choice.ahead)
-        if not program.mesh.unified_memory:
-            lines = _raise(lines, {"to_device_start"}, state, choice.ahead)
-            lines = _raise(lines, {"to_host_start"}, state, choice.ahead, at_once=True)
-        lines = _raise(lines, {"disk_read_start"}, state, choice.ahead)
+        for row in STARTS.values():
+            if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
+                lines = _raise(lines, row, state, choice.ahead)
         return tuple(_pair_updates(_sink_waits(lines)))
 
     return replace(program, lines=visit(program.lines))
@@ -84,14 +83,14 @@ def coalescable(program: Program, limit: int) -> bool:
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
     """The program without these second gathers: what reads them reads what the first ones left."""
-    waits = {x.args[0]: x for x, _ in program.walk() if x.op == "wait"}
+    waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
     again = set(pairs.values())
     names = {b.name: a.name for first, second in pairs.items() for a, b in zip(waits[first].out, waits[second].out, strict=True)}
     casts = {a for x, _ in program.walk() if x.op == _GATHER and x.out[0].name in again for a in x.args if a not in program.leaves}
 
     def visit(line: Line) -> list[Line]:
         made = line.out[0].name if line.out else ""
-        dropped = (line.op == _GATHER and made in again) or (line.op == "wait" and line.args[0] in again) or (line.op == "cast" and made in casts)
+        dropped = (line.op == _GATHER and made in again) or (OPS[line.op].waits and line.args[0] in again) or (line.op == "cast" and made in casts)
         return [] if dropped else [line.rename(names)]
 
     return program.map_lines(visit)
@@ -101,7 +100,7 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
     """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a reduction the one after."""
     transfers = [x for x in lines if x.op == op]
     largest = max((sent(x) for x in transfers), default=0)
-    waits = {x.args[0]: x for x in lines if x.op == "wait"}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
     groups: list[list[Line]] = []
     for line in transfers:
         last = groups[-1] if groups else []
@@ -148,35 +147,34 @@ def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Seq
 
 
 def _is_block(line: Line) -> bool:
-    return line.op == "call" and "joint" in line.attrs
+    return "joint" in line.attrs
 
 
 def _is_update(line: Line) -> bool:
-    return line.op == "call" and bool(line.writes)
+    return bool(line.fn and line.writes)
 
 
 _CARRIED = {"cast", "wait", *COPIES}
 """What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
 
 
-def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, at_once: bool = False) -> list[Line]:
-    """Each transfer of these kinds to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; if that is `at_once`,
-    to there however far it is, unless all that it moves are leaves.
-
-    What was written in this step starts right behind that too, but for what was written to disk, where it waits for room: that starts once it is there.
+def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
+    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; one that is hoisted
+    "at once", to there however far it is, unless all that it moves are leaves. What was written in this step starts right behind that too, but for what was
+    written to disk, where it waits for room: that starts once it is there.
 
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
     that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
-    fetched = {v.name for x in lines if x.op == "wait" and x.args[0] in fetches for v in x.out}
+    fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
     updates = {id(x) for x in lines if _is_update(x)}
-    calls = {id(x) for x in lines if _is_block(x) or (x.op == "call" and not x.writes and not fetched.isdisjoint(x.args))}
+    calls = {id(x) for x in lines if _is_block(x) or (x.fn and not x.writes and not fetched.isdisjoint(x.args))}
     blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
     readers = _readers(lines)
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
-    stores = {x.out[0].name: x.writes for x in lines if x.op in COPIES}
+    stores = {x.out[0].name: x for x in lines if x.op in COPIES}
     out: list[Line] = []
     passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
@@ -189,7 +187,7 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
             for a in todo.pop().args:
                 maker = made.get(a)
                 makers.update(map(id, writers.get(a, ())))
-                written |= any(x.op not in ("disk_write_start", "wait") for x in writers.get(a, ()))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
                 if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
@@ -198,13 +196,13 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
         return carried, makers, written
 
     for line in lines:
-        if line.op in kinds and not line.writes:
+        if line.op == row.name and not line.writes:
             carried, needed, written = upstream(line)
             reader = readers.get(line.out[0].name)
             counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
             if reader is not None and _is_update(reader):  # the first ones start before blocks
                 counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
-            far = written or (at_once and not state.issuperset(line.args))
+            far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
             left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
@@ -221,14 +219,14 @@ def _raise(lines: Sequence[Line], kinds: set[str], state: set[str], ahead: int, 
             passed[False] += id(line) in blocks
             passed[True] += id(line) in updates
         made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-        for name in line.writes if line.op != "wait" else stores.get(line.args[0], ()):
+        for name in stores[line.args[0]].writes if OPS[line.op].waits and line.args[0] in stores else line.writes:
             writers.setdefault(name, []).append(line)
     return out
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:
     """For each transfer the first function that reads what it brings, at once or after it has travelled on."""
-    started = {x.args[0]: x.out for x in lines if x.op == "wait"}
+    started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
     first: dict[str, Line] = {}
     for line in lines:
         for a in line.args:
@@ -255,37 +253,38 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
     at most: than where it is, or, of what leaves for the host, than its start, whatever is updated in between. What the device stores goes on while the host
     updates another block."""
-    reduced = {v.name for x in lines if x.op in (_SCATTER, "to_host_start") or (x.op in COPIES and x.writes) for v in x.out}
+    away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out} | {*away}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
-    stores = {v.name for x in lines if x.op == "to_host_start" and x.writes for v in x.out}
-    leaving = {x.out[0].name for x in lines if x.op == "to_host_start" and not x.writes}
+    stores = {name for name, x in away.items() if x.writes}
+    leaving = {*away} - stores
     written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
-    waits = {x.args[0]: x for x in lines if x.op == "wait" and x.args[0] in leaving}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and x.args[0] in leaving}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
     for line in lines:
-        if line.op == "wait":
+        if OPS[line.op].waits:
             if line.args[0] not in leaving:
                 held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
         block = _is_block(line) and not repeats(line)
         counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
-        done = reduced if line.op == "redo" else ()  # what was written on a guess is written before it is known to be right
+        done = reduced if line.body and line.args else ()  # what was written on a guess is written before it is known to be right
         if line.op == "disk_read_start":  # what was written to disk is there before it is read again
             done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
         due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due
         held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
         out.append(line)
-        if line.op == "to_host_start" and line.out[0].name in waits:
+        if line.out and line.out[0].name in waits:
             held.append((waits[line.out[0].name], 1))
     return out + [w for w, _ in held]
 
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:
     """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are alive and not all."""
-    targets = {a: x for x in lines if x.op == "assign" for a in x.args[len(x.writes) :]}
-    waits = {x.args[0]: x for x in lines if x.op == "wait" and all(v.name in targets for v in x.out)}
+    targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
     starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
     finish: dict[int, list[Line]] = {}  # start -> what is done right after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):

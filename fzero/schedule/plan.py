@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.program.ir import Program, transfer_bytes
+from fzero.program.ir import Program
+from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
 from fzero.schedule.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, on_mesh, seconds, temporaries
 from fzero.schedule.devices import Device, get_device
@@ -80,7 +81,9 @@ class Plan:
         disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
-        mfu: model FLOPs utilisation: the share of the step that the device would need for `model_flops` at the rate it attains.
+        mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for `model_flops` at its peak, in the dtype
+            that most products run in. None if the device's peak is not known.
+        speed_of_light: likewise at the rate that it attains.
         memory: a sample a line that runs, in order; of a loop, two turns.
         events: the timeline.
         lines: the text of every line.
@@ -116,7 +119,8 @@ class Plan:
     disk_bytes: int
     pool_bytes: int
     model_flops: float
-    mfu: float
+    mfu: float | None
+    speed_of_light: float
     memory: tuple[Sample, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
@@ -199,7 +203,8 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
     host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))  # a pool is there all along
-    flops = model_flops(program)
+    flops, dtype = model_flops(program), compute_dtype(program)
+    stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
     return Plan(
         name=program.name,
         mesh=str(program.mesh),
@@ -220,7 +225,8 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
-        mfu=flops / timeline.step_seconds / found.rate(compute_dtype(program)) if timeline.step_seconds else 0.0,
+        mfu=flops / timeline.step_seconds / stated if stated and timeline.step_seconds else None,
+        speed_of_light=flops / timeline.step_seconds / found.rate(dtype) if timeline.step_seconds else 0.0,
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),

@@ -8,6 +8,7 @@ taken as they are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -35,6 +36,18 @@ class Link:
     def seconds(self, nbytes: float, steps: int = 1) -> float:
         """Time of `nbytes` that travel in `steps` messages one after the other."""
         return steps * self.latency + nbytes / self.bandwidth
+
+
+_MAY_BE_ZERO = ("latency", "call_seconds", "disk_mixed")
+
+
+def _no_rates(data: Any, name: str) -> list[str]:
+    """The numbers below that are no rate, size or time."""
+    if isinstance(data, dict):
+        return [problem for key, value in data.items() for problem in _no_rates(value, key)]
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        return []
+    return [] if 0 < data < math.inf or (data == 0 and name in _MAY_BE_ZERO) else [f"{name} is {data}"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class Device:
         machine: of a calibration, what it is valid for.
         attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing were masked; where it is not
             listed, that of products.
+        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if that is not known.
     """
 
     name: str
@@ -87,6 +101,7 @@ class Device:
     source: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of fused attention, "forward" or
@@ -133,7 +148,10 @@ class Device:
             ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}
             host = Host(**data["host"]) if data.get("host") else None
             kept = {k: v for k, v in data.items() if k not in ("format", "torch", "links", "host", *ways)}
-            return Device(links=links, host=host, **ways, **kept)
+            device = Device(links=links, host=host, **ways, **kept)
+            if problems := _no_rates(asdict(replace(device, machine={}, host=None)), "device"):
+                raise ValueError("; ".join(problems))
+            return device
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problems, fix = [f"{type(error).__name__}: {error}"], "write it with Device.to_json, or measure again: fzero calibrate"
             raise FzeroValueError(message("calibrate", f"{what} is not a calibration file", problems, fix)) from error

@@ -12,7 +12,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.schedule.cost import DISK, HOST
 from fzero.schedule.memory import ROLES
 from fzero.schedule.timeline import COMPUTE, Event
-from fzero.units import rate, size
+from fzero.units import duration, rate, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,10 +42,10 @@ def tables(plan: Plan) -> list[Table]:
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
         ("at rest", size(plan.resting_bytes), "the state between steps"),
-        ("time", as_seconds(plan.step_seconds), f"{as_seconds(plan.compute_seconds)} compute"),
-        ("exposed transfers", as_seconds(plan.exposed_seconds), f"{share:.1%} of the step"),
+        ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
+        ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
-        ("model FLOPs", f"{plan.model_flops:.3g}", f"{plan.mfu:.1%} of what the device attains (MFU)"),
+        ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
     ]
     out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
     roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
@@ -60,16 +60,21 @@ def tables(plan: Plan) -> list[Table]:
         out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
     if plan.channels:
         columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
-        rows = [(queue, *_moved(c), f"{plan.busy[queue]:.1%}", as_seconds(c.exposed_seconds)) for queue, c in plan.channels.items() if c.num_transfers]
+        rows = [(queue, *_moved(c), f"{plan.busy[queue]:.1%}", duration(c.exposed_seconds)) for queue, c in plan.channels.items() if c.num_transfers]
         out.append(Table("transfers", columns, rows))
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
-        waits = [(as_seconds(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
+        waits = [(duration(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
     out.append(_assumed(plan))
     if plan.decisions:
         out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
     return out
+
+
+def _utilisation(plan: Plan) -> str:
+    attained = f"{plan.speed_of_light:.1%} of what"
+    return f"{attained} the device attains" if plan.mfu is None else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} it attains"
 
 
 def _assumed(plan: Plan) -> Table:
@@ -95,7 +100,7 @@ _LINKS = {"intra": "the same host", "inter": "other hosts"}
 
 
 def _moved(channel: Channel) -> tuple[str, ...]:
-    return size(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", as_seconds(channel.busy_seconds)
+    return size(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", duration(channel.busy_seconds)
 
 
 def plain(tables: Iterable[Table]) -> str:
@@ -132,10 +137,6 @@ def brief(text: str, width: int = 84) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def as_seconds(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
-
-
 # --- data ---
 
 
@@ -160,6 +161,7 @@ def as_json(plan: Plan) -> str:
         "pool_bytes": plan.pool_bytes,
         "model_flops": plan.model_flops,
         "mfu": plan.mfu,
+        "speed_of_light": plan.speed_of_light,
         "bound_by": plan.bound_by,
         "busy": plan.busy,
         "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},

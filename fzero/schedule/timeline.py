@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fzero.program.ir import Line, Program
+from fzero.program.ops import OPS
 from fzero.schedule.cost import DISK, HOST, channel, on_host
 
 COMPUTE = "compute"
@@ -96,14 +97,15 @@ class _Simulation:
 
     def _line(self, line: Line, number: int, turn: int) -> None:
         seconds, queue = self.seconds[number], self.line_channel[number]
-        if line.op == "call" and line.writes and not self.found.before_update:
+        if line.fn and line.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
         if queue is not None:
             self._start(line.out[0].name, queue, seconds, number, turn)
-        elif line.op == "wait":
+        elif OPS[line.op].waits:
             self._wait(line.args[0], number, turn)
         elif self.on_host[number]:
-            self._count(HOST, seconds)
+            if seconds:
+                self._count(HOST, seconds)
             self._hold(HOST, line.fn or line.op, seconds, number, turn)
         else:
             self.found.compute_seconds += seconds

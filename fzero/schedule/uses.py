@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from fzero.program.ir import COLLECTIVES, COPIES, Line, Program, copied
+from fzero.program.ir import Line, Program
+from fzero.program.ops import COLLECTIVES, OPS, Start
 from fzero.schedule.packing import Interval
 from fzero.schedule.views import Views
 
@@ -36,14 +37,15 @@ class Uses:
                 for root in self.views.roots(name):
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            if line.op == "wait":  # a copy between tiers and a gather read until they are waited for
+            row = OPS[line.op]
+            if row.waits:  # a copy between tiers and a gather read until they are waited for
                 for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
                     self.read[root] = max(self.read.get(root, -1), i)
-            elif line.op in COPIES or line.op == "all_gather_start":
-                self.copying[line.out[0].name] = copied(line)
+            elif isinstance(row, Start) and row.reads_until_wait:
+                self.copying[line.out[0].name] = row.sent(line)
             for value in line.out:
                 self.made[value.name] = i
-        self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if line.op == "wait"}
+        self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
         self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in COLLECTIVES]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
@@ -83,5 +85,5 @@ def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) 
         at += 1
         if line.body:
             size = sum(1 + len(x.body) for x in line.body)
-            yield from _numbered(line.body, (at, at + size - 1) if line.op == "loop" else span, at)
+            yield from _numbered(line.body, (at, at + size - 1) if OPS[line.op].turns(line) > 1 else span, at)
             at += size

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from fzero.mesh import Mesh
-from fzero.program.ir import COLLECTIVES, COPIES, TRANSFERS, Line, Program, Value, copied
+from fzero.program.ir import Line, Program, Value
+from fzero.program.ops import OPS, STARTS, micro_of
 from fzero.program.show import statements
 from fzero.testing.interpret import Interpreter, cut
 from fzero.testing.record import Ran
@@ -111,14 +112,14 @@ def first_line(
                 differs(entry, name, x, told.values[name], _rounding(x, told.values[name], mesh, loose), f"reads {name}, which is not what was made")
         told.run(line, entry.turn)
         meanings.run(line, entry.turn)
-        if line.op == "buffer":
+        if OPS[line.op].pool == "leaves":  # memory for them
             empty.update(v.name for v in line.out)
             continue
         empty.difference_update(line.writes)
         for name, x in entry.made.items():
             want = told.values[name].reshape(x.shape)
             differs(entry, name, x, want, _rounding(x, want, mesh, loose), f"makes {name}, which is not what the program says")
-        for name in (v.name for v in line.out if v.name in told.values) if line.op not in TRANSFERS else ():
+        for name in (v.name for v in line.out if v.name in told.values) if line.op not in STARTS else ():
             _compare(entry, name, told, meanings, differs)
         for name in line.writes:
             _compare(entry, name, told, meanings, differs)
@@ -144,36 +145,55 @@ class _Meanings:
         self._known = reference.parts[0].keys() if reference.parts else ()
 
     def run(self, line: Line, turn: int) -> None:
-        micro = line.attrs.get("micro", (turn, 1))[0]
-        match line.op:
-            case op if op in TRANSFERS:
-                self._started[line.out[0].name] = line
-                if op in COPIES and line.writes:
-                    self._moved(line.writes)
-            case "wait":
-                start = self._started.pop(line.args[0])
-                reduced = start.attrs["axes"] if start.op in COLLECTIVES - {"all_gather_start"} else ()
-                if reduced and start.attrs["op"] != "sum":
-                    return
-                for value, source in zip(line.out, copied(start) if start.op in COPIES else start.args, strict=False):
-                    self._set(value.name, self._reduced(self._of.get(source), reduced))
-            case "take_part":
-                self._set(line.out[0].name, replace(self._of[line.args[0]], parts=frozenset([self._part(micro)])))
-            case "take_shard":
-                self._set(line.out[0].name, self._of.get(line.args[0]))
-            case "accumulate" | "add" if line.attrs["op"] != "sum":
-                return
-            case "accumulate":
-                old, new = self._of.get(line.out[0].name) if turn else None, self._of.get(line.args[0])
-                self._set(line.out[0].name, _together(old, new) if turn else new)
-            case "add":
-                half = len(line.out)
-                for value, total, part in zip(line.out, line.args[:half], line.args[half:], strict=True):
-                    self._set(value.name, _together(self._of.get(total), self._of.get(part)))
-            case "assign":
-                self._moved(line.writes)
-            case _:
-                self._called(line, micro)
+        if line.op in STARTS:
+            self._started[line.out[0].name] = line
+        OPS[line.op].stands(line, self, micro_of(line, turn)[0], turn)
+
+    # --- what the rows of ops say (`Standing`) ---
+
+    def start_of(self, handle: str) -> Line:
+        return self._started.pop(handle)
+
+    def same(self, name: str, source: str) -> None:
+        """What another value stands for."""
+        self._set(name, self._of.get(source))
+
+    def part(self, name: str, source: str, micro: int) -> None:
+        """The part of a micro-batch."""
+        self._set(name, replace(self._of[source], parts=frozenset([self._part(micro)])))
+
+    def total(self, name: str, total: str | None, part: str) -> None:
+        """A part added to a total, or, without one, the first."""
+        new = self._of.get(part)
+        self._set(name, new if total is None else _together(self._of.get(total), new))
+
+    def reduced(self, name: str, source: str, axes: Sequence[str]) -> None:
+        """Summed over the ranks along axes: their parts are added to this rank's."""
+        meaning = self._of.get(source)
+        if meaning is not None and meaning.parts is not None and axes:
+            meaning = replace(meaning, parts=frozenset(self._others(meaning.parts, axes)))
+        self._set(name, meaning)
+
+    def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None:
+        """Computed: known by its name, which base programs have too, or, of a cast, by what was cast."""
+        for value in values:
+            base = value.name if value.name in self._known else _REPEATED.sub("", value.name)
+            result = f"after metrics {value.name}"
+            if result in self._reference.after:
+                self._set(value.name, Meaning(result))
+            elif base in self._known:
+                self._set(value.name, Meaning(base, frozenset([self._part(micro)])))
+            else:
+                cast = self._of.get(source) if source is not None else None
+                self._set(value.name, cast and replace(cast, casts=(*cast.casts, value.dtype)))
+
+    def written(self, names: Sequence[str]) -> None:
+        """Overwritten, with whatever: what leaves, or what stands for parts of them, are to be is settled by what they are."""
+        for name in names:
+            leaf = self._of.get(name)
+            self._set(name, leaf and Meaning(leaf.name if leaf.name.startswith("after ") else f"after {leaf.name}"))
+
+    # --- what values should be ---
 
     def expected(self, name: str) -> tuple[torch.Tensor, float] | None:
         """What a name should be on this rank, and its tolerance; None where nobody can tell."""
@@ -203,44 +223,16 @@ class _Meanings:
             value = cut(value, placement.axes, self._mesh)
         return value
 
-    def _called(self, line: Line, micro: int) -> None:
-        for value in line.out:
-            base = value.name if value.name in self._known else _REPEATED.sub("", value.name)
-            result = f"after metrics {value.name}"
-            if result in self._reference.after:
-                self._set(value.name, Meaning(result))
-            elif base in self._known:
-                self._set(value.name, Meaning(base, frozenset([self._part(micro)])))
-            elif line.op == "cast" and len(line.args) == 1:
-                source = self._of.get(line.args[0])
-                self._set(value.name, source and replace(source, casts=(*source.casts, value.dtype)))
-            else:
-                self._set(value.name, None)
-        for name in line.writes:
-            self._set(name, self._after(name))
-
-    def _after(self, name: str) -> Meaning | None:
-        """A leaf that an update wrote, or what stands for its part."""
-        leaf = self._of.get(name)
-        return leaf and Meaning(leaf.name if leaf.name.startswith("after ") else f"after {leaf.name}")
-
-    def _moved(self, targets: Sequence[str]) -> None:
-        """Overwritten, with whatever: what they are to be is settled by what they are."""
-        for target in targets:
-            self._set(target, self._after(target))
-
-    def _reduced(self, meaning: Meaning | None, axes: Sequence[str]) -> Meaning | None:
-        """Summed over the ranks along axes: their parts are added to this rank's."""
-        if meaning is None or meaning.parts is None or not axes:
-            return meaning
-        parts = set(meaning.parts)
+    def _others(self, parts: frozenset[int], axes: Sequence[str]) -> set[int]:
+        """These parts of all ranks along axes."""
+        found = set(parts)
         for axis in axes:
             at, stride = self._axes.index(axis), self._num_micro
             for later in self._axes[at + 1 :]:
                 stride *= self._mesh.axes[later]
             size = self._mesh.axes[axis]
-            parts = {p + (k - p // stride % size) * stride for p in parts for k in range(size)}
-        return replace(meaning, parts=frozenset(parts))
+            found = {p + (k - p // stride % size) * stride for p in found for k in range(size)}
+        return found
 
     def _part(self, micro: int) -> int:
         return (self._mesh.index(self._axes) if self._axes else 0) * self._num_micro + micro

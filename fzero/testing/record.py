@@ -5,15 +5,15 @@ Only copies are taken while the program runs, nothing is compared, so that its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fzero.program.guess import is_guess
-from fzero.program.ir import COPIES, TRANSFERS, Line, Program, copied
+from fzero.program.ir import Line, Program
+from fzero.program.ops import OPS, STARTS, is_guess
 from fzero.runtime.profile import Following
 
 
@@ -32,7 +32,7 @@ class Ran:
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
     """Records each line of the one run of an executable in the body, in the order in which they run; of what was done on a guess and again only the latter."""
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    before = {name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}}
+    before = {name: namespace[name] for name in dict.fromkeys(line.fn or line.op for line, _ in program.walk()) if name in namespace}
     ran: list[Ran] = []
     following, again = Following(program, run.guessing), False  # type: ignore[attr-defined]
 
@@ -40,22 +40,23 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
             place = following.called(name)
-            if place[0].op == "redo":
+            if place[0].body:  # it says whether they run
                 again = fn(*args, **kwargs)
                 following.returned(place, again)
                 return again
             entry = Ran(*place)
             ran.append(entry)
-            line, names, given = entry.line, _reads(entry.line), list(_tensors(args))
-            if line.op == "accumulate":
-                given = given[-1:]
+            line, row, given = entry.line, OPS[entry.line.op], list(_tensors(args))
+            names = row.given(line)
+            if row.outlives:  # it is handed the total so far besides
+                given = given[-len(names) :]
             by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
-            entry.read = {name: x.detach().clone() for name, x in by_name.items() if not x.is_meta and name not in _targets(line)}
+            entry.read = {name: x.detach().clone() for name, x in by_name.items() if not x.is_meta and not (row.overwrites and name in line.writes)}
             result = fn(*args, **kwargs)
-            made = list(_tensors((result,))) if line.op not in TRANSFERS else []
+            made = list(_tensors((result,))) if line.op not in STARTS else []
             if len(made) == len(line.out):
                 entry.made = {v.name: x.detach().clone() for v, x in zip(line.out, made, strict=True)}
-            if line.op not in TRANSFERS:
+            if line.op not in STARTS:
                 entry.made |= {w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta}
             return result
 
@@ -67,17 +68,8 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
     finally:
         namespace.update(before)
         if again:
-            started = {x.line.out[0].name for x in ran if is_guess(x.line) and x.line.op in TRANSFERS}
-            ran[:] = [x for x in ran if not is_guess(x.line) and not (x.line.op == "wait" and x.line.args[0] in started)]
-
-
-def _reads(line: Line) -> Sequence[str]:
-    return () if line.op == "wait" else copied(line) if line.op in COPIES else line.args
-
-
-def _targets(line: Line) -> Sequence[str]:
-    """What a line overwrites without a look at it."""
-    return line.writes if line.op == "assign" else ()
+            started = {x.line.out[0].name for x in ran if is_guess(x.line) and x.line.op in STARTS}
+            ran[:] = [x for x in ran if not is_guess(x.line) and not (OPS[x.line.op].waits and x.line.args[0] in started)]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

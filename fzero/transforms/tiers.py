@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from fzero.program.guess import is_guess
 from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
 from fzero.program.names import Names, identifier
+from fzero.program.ops import is_guess
 from fzero.program.storages import output_storages
 from fzero.transforms.offload import Offload, spread_out
 

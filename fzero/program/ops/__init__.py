@@ -1,0 +1,116 @@
+"""The table of ops: one row for each, with all that is known of it (base.py says what that is).
+
+What is not in this table is no op, and no attribute of one: fzero/program/verify.py refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fzero.mesh import AbstractMesh
+from fzero.program.ir import Line, Program, Value
+from fzero.program.ops import control, transfers, values
+from fzero.program.ops.base import ANY, Op, Text, micro_of
+from fzero.program.ops.control import compared
+from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
+
+OPS: Mapping[str, Op] = {row.name: row for row in (*values.ROWS, *transfers.ROWS, *control.ROWS)}
+
+COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
+"""Transfers between ranks, over mesh axes."""
+COPIES = frozenset(name for name, row in STARTS.items() if row.between == "tiers")
+"""Transfers between the tiers of one rank."""
+TRANSFERS = COLLECTIVES | COPIES
+
+
+def misformed(line: Line) -> list[str]:
+    """What of a line is not as its op's row says."""
+    row = OPS.get(line.op)
+    if row is None:
+        return [f"{line.op!r} is not an op"]
+    problems = []
+    if row.args not in (ANY, len(line.args)):
+        problems.append(f"reads {len(line.args)} values, not {row.args}")
+    if row.out not in (ANY, len(line.out)):
+        problems.append(f"makes {len(line.out)} values, not {row.out}")
+    if line.writes if not row.writes else row.writes == "always" and not line.writes:
+        problems.append(f"writes {len(line.writes)} leaves")
+    if line.body and not row.body:
+        problems.append("has lines of its own")
+    if bool(line.fn) != (row.name == "call"):
+        problems.append(f"calls {line.fn or 'no function'}")
+    types = {**row.needs, **row.may}
+    problems += [f"has no attribute {name!r}" for name in row.needs if name not in line.attrs]
+    problems += [f"has an unknown attribute {name!r}" for name in line.attrs if name not in types]
+    problems += [f"{name} = {x!r} is not a {types[name].__name__}" for name, x in line.attrs.items() if name in types and not isinstance(x, types[name])]
+    return problems
+
+
+def is_guess(line: Line) -> bool:
+    """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
+    return bool(line.attrs.get("guess"))
+
+
+def is_skipped(line: Line) -> bool:
+    """Whether a line is not carried out at all if the step does not guess."""
+    return is_guess(line) and OPS[line.op].skipped
+
+
+def turns(line: Line) -> int:
+    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the next; a redo once."""
+    return OPS[line.op].turns(line) if line.body else 0
+
+
+def from_to(line: Line) -> tuple[str, str]:
+    """The tiers that a copy is from and to."""
+    row = STARTS[line.op]
+    assert isinstance(row, Copy), line.op
+    return row.tiers(line)
+
+
+def batch_axes_of(program: Program) -> tuple[str, ...]:
+    """The axes that a program counts the parts of the batch along."""
+    return next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == values.PartIndex.name), ())
+
+
+def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather or to reduce-scatter, twice that to
+    all-reduce. A copy between tiers moves what the rank has of its values; between host and device nothing, where they are one memory."""
+    return STARTS[line.op].moved_bytes(line, named, mesh)
+
+
+def stays(line: Line, mesh: AbstractMesh) -> bool:
+    """Whether a copy between tiers leaves everything where it is: host and device are one memory."""
+    row = STARTS.get(line.op)
+    return isinstance(row, Copy) and row.stays(mesh)
+
+
+def copied(line: Line) -> tuple[str, ...]:
+    """What a transfer moves: its arguments, but for the leaves that a copy writes."""
+    return STARTS[line.op].sent(line)
+
+
+__all__ = [
+    "ANY",
+    "COLLECTIVES",
+    "COPIES",
+    "DISK",
+    "OPS",
+    "STARTS",
+    "TRANSFERS",
+    "Copy",
+    "Op",
+    "Start",
+    "Text",
+    "batch_axes_of",
+    "compared",
+    "copied",
+    "from_to",
+    "is_guess",
+    "is_skipped",
+    "micro_of",
+    "misformed",
+    "stays",
+    "transfer_bytes",
+    "turns",
+]

@@ -1,0 +1,272 @@
+"""What there is to know of an op: the class that every op's row in the table is one of.
+
+A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views, the pool), where it computes, the bytes it
+touches or sends (cost), its text (show), how it runs (execute), what it means (the interpreter) and what its results stand for (blame). A new op is a new
+row, and the rewrite that makes lines of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.ir import Line, Place, Placement, Program, Value
+
+ANY = -1
+"""Any number of arguments or results."""
+
+MICRO: Mapping[str, type] = {"micro": tuple}  # the micro-batch that a repeated line is for, and how many there are
+GUESS: Mapping[str, type] = {"guess": bool}  # carried out on a guess (fzero/program/guess.py)
+
+
+class Text(NamedTuple):
+    """A line as it is written: `out = code`, with a remark; `listed` where the results come as a list, even of one."""
+
+    code: str
+    remark: str = ""
+    listed: bool = False
+
+
+class Rules(Protocol):
+    """What verify knows where it checks a line (fzero/program/verify.py has the meaning of each)."""
+
+    program: Program
+    known: dict[str, Value]
+    started: dict[str, Line]
+    written: set[str]
+    carried: set[str]
+    overwritten: set[str]
+    turns: int
+    aliases: dict[str, str]
+
+    def bad(self, line: Line, text: str) -> None: ...
+    def root(self, name: str) -> str: ...
+    def pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None: ...
+    def micro(self, line: Line) -> tuple[int, int]: ...
+    def settle(self, line: Line) -> None: ...
+
+
+class Running(Protocol):
+    """What a program runs on (fzero/runtime/execute.py)."""
+
+    mesh: Mesh
+    carrier: Any
+    tiers: Any
+    batch_axes: tuple[str, ...]
+
+    def part_of(self, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]: ...
+    def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]: ...
+
+
+class Told(Protocol):
+    """What the interpreter has, line by line (fzero/testing/interpret.py)."""
+
+    mesh: Mesh
+    values: dict[str, torch.Tensor]
+    started: dict[str, tuple[Line, list[torch.Tensor]]]
+
+    def function(self, name: str) -> Callable[..., Any]: ...
+    def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None: ...
+    def part_index(self, count: int, micro: int) -> int: ...
+    def valid_range(self, line: Line) -> tuple[int, int]: ...
+    def cut(self, whole: torch.Tensor, axes: Sequence[str]) -> torch.Tensor: ...
+    def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
+    def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
+
+
+class Standing(Protocol):
+    """What each name of a program stands for, as blame follows it (fzero/testing/lines.py)."""
+
+    def same(self, name: str, source: str) -> None: ...
+    def part(self, name: str, source: str, micro: int) -> None: ...
+    def total(self, name: str, total: str | None, part: str) -> None: ...
+    def reduced(self, name: str, source: str, axes: Sequence[str]) -> None: ...
+    def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None: ...
+    def written(self, names: Sequence[str]) -> None: ...
+    def start_of(self, handle: str) -> Line: ...
+
+
+class Op:
+    """One row of the table.
+
+    Attributes:
+        name: of the op, which is also what the text of a program calls.
+        in_text: whether the text of a program has its name: a call has its function's instead.
+        args: number of values read, or `ANY`.
+        out: number of values made, or `ANY`.
+        writes: whether a line of it may, must ("always") or must not write leaves.
+        needs: attributes that each line of it has, with their types.
+        may: attributes that it can have besides.
+        body: whether it has lines of its own.
+        computes: where: on the "device"; "said" by its attribute `on`; "there", where its first argument lies; "" nowhere.
+        between: what a start moves values between: "ranks", "tiers", or "" of what is no start.
+        waits: whether it takes the handle of a start.
+        settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA the device alone waits, so these do
+            before they write.
+        skipped: whether, on a guess, it is not carried out at all if the step does not guess.
+        pool: how its results lie in the pool (fzero/schedule/buffers.py): "total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results" or "".
+        in_place: whether its results are its first arguments, written.
+        outlives: whether its results are read after the loop that it is in, and grow with each turn.
+        makes_own: whether its results share memory with nothing.
+        overwrites: whether it writes its leaves without reading them.
+    """
+
+    name: ClassVar[str]
+    in_text: ClassVar[bool] = True
+    args: ClassVar[int] = ANY
+    out: ClassVar[int] = ANY
+    writes: ClassVar[bool | str] = False
+    needs: ClassVar[Mapping[str, type]] = {}
+    may: ClassVar[Mapping[str, type]] = {}
+    body: ClassVar[bool] = False
+    computes: ClassVar[str] = "device"
+    between: ClassVar[str] = ""
+    waits: ClassVar[bool] = False
+    settles: ClassVar[bool] = False
+    skipped: ClassVar[bool] = False
+    pool: ClassVar[str] = ""
+    in_place: ClassVar[bool] = False
+    outlives: ClassVar[bool] = False
+    makes_own: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
+
+    # --- what is checked ---
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        """Adds to the rules what of a line, well formed, breaks them. `args`: what it reads."""
+        raise NotImplementedError(self.name)
+
+    def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
+        """Whether a line is meant to read what was written: a gather and a copy of new values do, the targets of an assignment are."""
+        return False
+
+    def on_host(self, line: Line, first: Value | None) -> bool:
+        """Whether the host computes a line, whose first argument this is."""
+        return line.attrs.get("on") == "host" if self.computes == "said" else self.computes == "there" and first is not None and first.tier == "host"
+
+    def turns(self, line: Line) -> int:
+        """How often to go through the lines of its own to see what it can do."""
+        return 0
+
+    # --- memory, bytes and time ---
+
+    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+        """Its results that may lie in the memory of an argument, each with that argument. Of a call its function says more."""
+        return ()
+
+    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        """Whether those results surely lie there."""
+        return True
+
+    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        """Bytes of memory that a line which calls no function reads and writes where it computes."""
+        return 0.0
+
+    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes that a line which calls no function takes while it runs, beside what it reads and makes."""
+        return 0
+
+    # --- its text, and what runs ---
+
+    def given(self, line: Line) -> Sequence[str]:
+        """The values that it is handed when it runs, in the order of its text."""
+        return line.args
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"{called(line)}({', '.join([*line.args, *into(line, program)])})")
+
+    def runs(self, on: Running) -> Callable[..., Any] | None:
+        """What its name in the text calls; None where that is a function of the program, or Python itself."""
+        return None
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        """The results of a line, worked out in the simplest way. `turn`: of the loop around it."""
+        raise AssertionError(f"a line that no program has when it is run: {self.name}")
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        """Says of each result what it stands for, and which leaves are written."""
+        of.made(line.out, micro)
+
+
+class Start(Op):
+    """A transfer that begins, and goes on until its `wait`."""
+
+    out = 1
+    computes = ""
+    reads_until_wait: ClassVar[bool] = True  # it reads where its arguments lie; a reduction reads their copies in the pool
+    holds_device_only: ClassVar[bool] = False  # its wait holds up the device alone: the host goes on while the transfer still reads there
+    tree: ClassVar[bool] = False  # whether its messages, where they are small, go up and down a tree instead of around a ring
+    hoisted: ClassVar[str] = ""  # where it starts (fzero/schedule/order.py): "ahead" of what needs it, "at once" when what it moves is made, or where it is
+
+    def channel(self, line: Line) -> str:
+        """The queue that it joins."""
+        raise NotImplementedError(self.name)
+
+    def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes that a rank moves in it."""
+        raise NotImplementedError(self.name)
+
+    def sent(self, line: Line) -> tuple[str, ...]:
+        """The values that it moves."""
+        return line.args
+
+    def given(self, line: Line) -> Sequence[str]:
+        return self.sent(line)
+
+    def filled(self, line: Line) -> Sequence[Place | None]:
+        """The places in the pool that its wait hands out."""
+        return line.into
+
+    def arrives(self, line: Line, placement: Placement) -> Placement:
+        """How a value relates to the mesh when it has arrived."""
+        return placement
+
+    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+        """What its wait hands out, of what was moved."""
+        raise NotImplementedError(self.name)
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.written(line.writes)
+
+
+# --- parts of texts ---
+
+
+def called(line: Line) -> str:
+    """What a line calls: its function, or its op; through `guess`, where it is not carried out unless the step guesses."""
+    return f"guess({line.fn or line.op})" if line.attrs.get("guess") else line.fn or line.op
+
+
+def into(line: Line, program: Program) -> Iterator[str]:
+    """The argument that names the line's places in the pool, if it has some."""
+    if line.into:
+        yield f"into=pool[{program.pool_index[id(line)]}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def micro_text(line: Line) -> list[str]:
+    """Which of how many micro-batches a line is for, as its arguments: in a loop by the loop's variable."""
+    if "micro" in line.attrs:
+        return [*map(str, line.attrs["micro"])]
+    return ["micro", str(line.attrs["count"])] if "count" in line.attrs else []
+
+
+def join_text(line: Line) -> list[str]:
+    """How values become one, as an argument, where they are not added up."""
+    return [] if line.attrs["op"] == "sum" else [f"op={line.attrs['op']!r}"]
+
+
+def first_axis(line: Line) -> str:
+    return line.attrs["axes"][0] if line.attrs.get("axes") else ""
+
+
+def micro_of(line: Line, turn: int) -> tuple[int, int]:
+    """The micro-batch that a line is for in a turn of the loop around it, and how many there are."""
+    micro, count = line.attrs.get("micro", (turn, line.attrs.get("count", 1)))
+    return micro, count

@@ -1,0 +1,344 @@
+"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero.mesh import AbstractMesh
+from fzero.program import scaled
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value, local_bytes
+from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Text, Told, called, dtype_name, first_axis, into, micro_of, micro_text
+from fzero.program.segment import ancestors
+
+
+class Call(Op):
+    """A traced function. With `writes` it works in place, on leaves of the state."""
+
+    name = "call"
+    in_text = False
+    writes = True
+    may = {
+        **GUESS,
+        **MICRO,
+        "joint": object,  # the block that is called
+        "call": int,  # its number
+        "backward": bool,
+        "inputs": tuple,
+        "grads": tuple,
+        "on": str,
+        "scales": str,
+        "of_sums": bool,
+    }
+    computes = "said"
+    settles = True
+    skipped = True
+    pool = "results"
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        function = rules.program.functions.get(line.fn)
+        if function is None:
+            rules.bad(line, f"no function {line.fn}")
+            return
+        places = function.graph.inputs
+        if len(places) != len(args):
+            rules.bad(line, f"{line.fn} takes {len(places)} arguments, gets {len(args)}")
+            return
+        for place, arg in zip(places, args, strict=True):
+            self._matches(line, arg, place.meta["val"], "takes", rules)
+            if arg.placement.kind == "shard" and "joint" in line.attrs:
+                rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
+            if arg.placement.partial and not line.writes and "joint" in line.attrs:
+                rules.bad(line, f"{arg.name} is {arg.placement}")
+        if line.writes != tuple(line.args[i] for i in function.writes):
+            rules.bad(line, f"{line.fn} writes its arguments {list(function.writes)}, not {', '.join(line.writes) or 'none'}")
+        returned = function.graph.outputs
+        if len(returned) != len(line.out):
+            rules.bad(line, f"{line.fn} returns {len(returned)} values, {len(line.out)} are named")
+            return
+        own = {place: a.name for place, a in zip(places, args, strict=True) if a.placement.kind == "local" or a.placement.partial}
+        for node, out in zip(returned, line.out, strict=True):
+            self._matches(line, out, node.meta["val"], "returns", rules)
+            if own and out.placement == WHOLE:
+                read = ancestors([node], stop=set(places))
+                for a in (a for p, a in own.items() if p in read):
+                    rules.bad(line, f"{out.name} is whole, but reads {a}, of which each rank has its own")
+
+    def _matches(self, line: Line, value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
+        if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
+            rules.bad(line, f"{line.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}")
+
+    def text(self, line: Line, program: Program) -> Text:
+        written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
+        in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
+        return super().text(line, program)._replace(remark=", ".join([*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]))
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        made = told.function(line.fn)(*args)
+        return [x.clone() if any(x is a for a in args) else x for x in made] if line.out else ()
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.made(line.out, micro)
+        of.written(line.writes)
+
+
+class Cast(Op):
+    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype (fzero/program/scaled.py)."""
+
+    name = "cast"
+    out = 1
+    needs = {"dtype": torch.dtype}
+    may = {**MICRO, **GUESS, "through": torch.dtype}
+    computes = "there"
+    settles = True
+    skipped = True
+    pool = "results"
+    makes_own = True
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        scales = args[1:]
+        if len(scales) != ("through" in line.attrs) or not args:
+            rules.bad(line, f"casts {len(args)} values")
+            return
+        here, there = args[0].placement, line.out[0].placement
+        summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
+        if line.out[0].dtype != line.attrs["dtype"] or line.out[0].shape != args[0].shape or not (here == there or summand):
+            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+        for scale in scales:
+            if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
+                rules.bad(line, f"casts by {scale}")
+
+    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+
+    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        if len(line.args) == 1:
+            return 0
+        through = line.attrs["through"]  # what is rounded to 8 bits, in the dtype that it goes through and in float32
+        return local_bytes(line.out[0], mesh) * (4 + (through != values[line.args[0]].dtype) * through.itemsize)
+
+    def text(self, line: Line, program: Program) -> Text:
+        source, *scales = line.args
+        scale = [y for x in scales for y in (x, f"through={dtype_name(line.attrs['through'])!r}")]
+        return Text(f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs['dtype'])), *scale, *into(line, program)])})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.tiers.settled(_cast, lambda *args: args[-1])
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [scaled.cast(args[0], args[1], line.attrs["through"]) if len(args) > 1 else args[0].to(line.attrs["dtype"], copy=True)]
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.made(line.out, micro, line.args[0] if len(line.args) == 1 else None)
+
+
+def _cast(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None, through: str = "", into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+    """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype that it is computed in otherwise."""
+    x = x if scale is None else scaled.cast(x, scale, getattr(torch, through))
+    return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
+
+
+class Buffer(Op):
+    """Memory for what is written before it is read: of each of these leaves."""
+
+    name = "buffer"
+    args = 0
+    needs = {"leaves": tuple}
+    may = {"on": str}
+    computes = "said"
+    settles = True  # it writes nothing
+    pool = "leaves"
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        leaves = line.attrs["leaves"]
+        if len(leaves) != len(line.out) or not all(leaf in rules.program.leaves for leaf in leaves):
+            rules.bad(line, f"makes {len(line.out)} buffers for {len(leaves)} leaves")
+            return
+        rules.aliases.update((v.name, leaf) for v, leaf in zip(line.out, leaves, strict=True))
+        rules.pairs(line, [rules.known[leaf] for leaf in leaves], line.out, "a buffer for")
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"buffer({', '.join(into(line, program))})", listed=True)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda into: into
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.zeros(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in line.out]
+
+
+class Zeros(Op):
+    """A value of zeros."""
+
+    name = "zeros"
+    args = 0
+    out = 1
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        if line.out[0].placement != WHOLE:
+            rules.bad(line, f"makes {line.out[0]}")
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"zeros({list(line.out[0].shape)}, {dtype_name(line.out[0].dtype)!r})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=on.mesh.device)
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in line.out]
+
+
+class TakeShard(Op):
+    """This rank's flat shard of a whole value: a view, or a padded copy on a rank whose part is not full."""
+
+    name = "take_shard"
+    args = 1
+    out = 1
+    needs = {"axes": tuple}
+    computes = "there"
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        rules.aliases[line.out[0].name] = rules.root(line.args[0])
+        shard = replace(args[0], name=line.out[0].name, placement=Placement("shard", line.attrs["axes"]))
+        if args[0].placement.kind != "whole" or line.out[0] != shard:
+            rules.bad(line, f"takes a shard of {args[0]}, which is {line.out[0]}")
+
+    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+        return [(line.out[0].name, line.args[0])]
+
+    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes
+
+    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"take_shard({line.args[0]}, axis={first_axis(line)!r})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def take_shard(whole: torch.Tensor, axis: str) -> torch.Tensor:
+            start, num, size = on.part_of(tuple(whole.shape), axis)
+            part = whole.reshape(-1).narrow(0, start, num)
+            return part if num == size else torch.nn.functional.pad(part, (0, size - num))
+
+        return take_shard
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [told.cut(args[0], line.attrs["axes"])]
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.same(line.out[0].name, line.args[0])
+
+
+class TakePart(Op):
+    """The rows of one micro-batch."""
+
+    name = "take_part"
+    args = 1
+    out = 1
+    may = {"count": int, **MICRO}
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        whole, part = args[0], line.out[0]
+        _, count = rules.micro(line)
+        rest = (whole.shape[1:], whole.dtype, whole.placement)
+        if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or rest != (part.shape[1:], part.dtype, part.placement):
+            rules.bad(line, f"takes one of {count} parts of {whole}, which is {part}")
+
+    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+        return [(line.out[0].name, line.args[0])]
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"take_part({', '.join([line.args[0], *micro_text(line)])})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda whole, index, count: whole[index * (size := whole.shape[0] // count) : (index + 1) * size]
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        micro, count = micro_of(line, turn)
+        size = args[0].shape[0] // count
+        return [args[0][micro * size : (micro + 1) * size].clone()]
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.part(line.out[0].name, line.args[0], micro)
+
+
+class Number(Op):
+    """An integer, of which each rank along the axes of the line has its own."""
+
+    args = 0
+    out = 1
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        axes = line.attrs.get("axes", ())
+        wanted = Value(line.out[0].name, (), torch.int64, Placement("local", axes) if axes else WHOLE)
+        if line.out[0] != wanted:
+            rules.bad(line, f"makes {line.out[0]}, not {wanted}")
+
+
+class PartIndex(Number):
+    """Which part of the global batch this is, among all ranks' and micro-batches'."""
+
+    name = "part_index"
+    may = {"count": int, "axes": tuple, **MICRO}
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        rules.micro(line)
+        super().check(line, args, rules)
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"part_index({', '.join(micro_text(line))})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def part_index(micro: int = 0, count: int = 1) -> torch.Tensor:
+            index = on.mesh.index(on.batch_axes) if on.batch_axes else 0
+            return torch.full((), index * count + micro, dtype=torch.int64, device=on.mesh.device)
+
+        return part_index
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        micro, count = micro_of(line, turn)
+        return [torch.tensor(told.part_index(count, micro), device=told.mesh.device)]
+
+
+class NumValid(Number):
+    """How many elements of this rank's shard are no padding."""
+
+    name = "num_valid"
+    needs = {"shape": tuple, "axes": tuple}
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"num_valid({list(line.attrs['shape'])}, axis={first_axis(line)!r})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda shape, axis: torch.full((), on.part_of(tuple(shape), axis)[1], dtype=torch.int64, device=on.mesh.device)
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        start, stop = told.valid_range(line)
+        return [torch.tensor(stop - start, device=told.mesh.device)]
+
+
+class DrawStart(Number):
+    """Where this rank's random words of a leaf begin."""
+
+    name = "draw_start"
+    needs = {"base": int, "shape": tuple, "axes": tuple}
+
+    def text(self, line: Line, program: Program) -> Text:
+        axis, base = first_axis(line), line.attrs["base"]
+        return Text(f"draw_start({base}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({base})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def draw_start(base: int, shape: Sequence[int] = (), axis: str = "") -> torch.Tensor:
+            return torch.full((), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device)
+
+        return draw_start
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.tensor(line.attrs["base"] + (told.valid_range(line)[0] if line.attrs["axes"] else 0), device=told.mesh.device)]
+
+
+ROWS: Sequence[Op] = (Call(), Cast(), Buffer(), Zeros(), TakeShard(), TakePart(), PartIndex(), NumValid(), DrawStart())
