@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -76,6 +78,37 @@ def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tens
         fix = "return a bool: leaf.ndim >= 2, 'bias' in path, re.search(pattern, path) is not None"
         raise FzeroTypeError(message(owner, what, [f"{path}: {shown(answer)}"], fix))
     return answer
+
+
+def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]:
+    """What is wrong with a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to what texts it has. One that goes by the
+    leaf itself, such as its size, may find none."""
+
+    def answers(*args: Any) -> bool:
+        try:
+            asked(*args)
+        except Exception:
+            return False
+        return True
+
+    if not paths or not answers(paths[0], _Unread()) or answers(_Unread(), _Unread()):
+        return []
+    texts = [x for x in getattr(getattr(asked, "__code__", None), "co_consts", ()) if isinstance(x, str)] or [""]
+
+    def likeness(path: str) -> float:
+        return max(SequenceMatcher(None, text, part).ratio() for text in texts for part in (path, *re.findall(r"\w+", path)))
+
+    nearest = sorted(paths, key=likeness, reverse=True)[:5]
+    return [f"`{name}` accepts none of {len(paths)} leaves; the nearest:", *nearest]
+
+
+class _Unread:
+    """Stands for an argument that a predicate does not look at."""
+
+    def _read(self, *args: Any) -> Any:
+        raise TypeError
+
+    __getattr__ = __eq__ = __hash__ = __contains__ = __iter__ = __len__ = __str__ = _read  # type: ignore[assignment]
 
 
 def shown(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
+from fzero.arguments import accepts_none
 from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
 from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
@@ -80,20 +81,23 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
         leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
     tied = ties(flat)
-    _check_ties(step, leaves, tied)
+    _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
         fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
 
 
-def _check_ties(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-    """Raises naming the tied leaves of which a transform is about some paths alone. fp8 asks all paths (transforms/fp8.py)."""
+def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
+    """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about none. fp8 asks all paths
+    (transforms/fp8.py)."""
     metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
     for transform in step.transforms:
         if not isinstance(transform, (MixedPrecision, Offload, shard.Parallel)) or transform.where is None:
             continue
         accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
+        if not any(accepted) and (missed := accepts_none("where", transform.where, [leaf.path for leaf in leaves])):
+            raise TransformError(message(transform.name, "does nothing", missed, "give a part of a path as it stands here, or leave `where` out"))
         if torn := torn_ties([leaf.path for leaf in leaves], tied, accepted, "where"):
             raise TransformError(message(transform.name, "`where` accepts some paths of tied leaves alone", torn, "accept all the paths of a leaf, or none"))
 

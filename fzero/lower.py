@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.arguments import accepts_none
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
@@ -270,7 +271,10 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
             )
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
-    if record_ and (torn := torn_ties([x.path for x in batch.leaves], batch.ties, [record_.cuts(x) for x in batch.leaves], "whole")):
+    paths = [x.path for x in batch.leaves]
+    if record_ and record_.whole is not None and all(map(record_.cuts, batch.leaves)) and (missed := accepts_none("whole", record_.whole, paths)):
+        raise FzeroValueError(message("accumulate", "all leaves of the batch are cut", missed, "give a path as it stands here, or leave `whole` out"))
+    if record_ and (torn := torn_ties(paths, batch.ties, [record_.cuts(x) for x in batch.leaves], "whole")):
         fix = "give x.clone() for those that are to be whole"
         raise FzeroValueError(message("accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix))
     cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}

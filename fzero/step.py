@@ -17,7 +17,7 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.arguments import Predicate, accepts, flag, function, number, predicate, shown
+from fzero.arguments import Predicate, accepts, accepts_none, flag, function, number, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.optim import GradientTransformation, global_norm
@@ -90,10 +90,12 @@ class Step:
 
         Raises:
             FzeroTypeError: complex leaves among them.
-            FzeroValueError: a tied leaf of which `mutable` accepts some paths alone.
+            FzeroValueError: a tied leaf of which `mutable` accepts some paths alone; paths of which it accepts none.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
         accepted = [self.mutable is not None and accepts("train_step", "mutable", self.mutable, p, x) for p, x in zip(paths, meta, strict=True)]
+        if self.mutable is not None and not any(accepted) and (missed := accepts_none("mutable", self.mutable, paths)):
+            raise FzeroValueError(message("train_step", "no leaf is mutable", missed, "give a part of a path as it stands here, or leave `mutable` out"))
         if wrong := [f"{p}: {tree.describe(x)}" for p, x, kept in zip(paths, meta, accepted, strict=True) if kept and x.is_complex()]:
             raise FzeroTypeError(message("train_step", "complex leaves are not averaged over ranks", wrong, "give torch.view_as_real(leaf) in its place"))
         if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):

@@ -206,7 +206,7 @@ def test_a_device_file_is_taken_whatever_machine_it_was_written_on(run, here):
 
 def test_a_budget_that_fits(run):
     least = lowered(memory_budget=1 << 40, device="h100").plan.peak_bytes
-    for flags in (("--budget", least), ("--budget", "1TB")):
+    for flags in (("--budget", f"{least}B"), ("--budget", "1TB")):
         code, out, _ = run("plan", "targets.py:good", *MESH, *H100, *flags)
         want = lowered(memory_budget=flags[1], device="h100")
         assert code == 0 and out.startswith(str(want.plan))
@@ -221,9 +221,9 @@ def test_a_budget_that_fits(run):
 def test_a_budget_that_does_not_fit(run):
     with pytest.raises(fz.errors.BudgetError) as error:
         lowered(memory_budget=1000, device="h100")
-    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", 1000)
+    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B")
     assert code == 1 and not out and err.endswith(f"{error.value}\n")
-    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", 1000, "--json")
+    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B", "--json")
     assert code == 1 and json.loads(out) == {"budget": {"bytes": 1000, "fits": False, "error": str(error.value)}} and str(error.value) in err
 
 
@@ -295,6 +295,7 @@ FLAGS = {
     ("--mesh", "dta=8"): "'dta' is not one of replica, data",
     ("--mesh", "data=99999999999999999999"): "99,999,999,999,999,999,999 devices are more than 1,048,576",
     (*MESH, "--budget", "lots"): "'lots' is no amount of memory",
+    (*MESH, "--budget", "80"): "did you mean 80GB? Bytes are 80B",
     (*MESH, "--budget", "0"): "memory_budget=0: nothing runs in no memory",
     (*MESH, "--device", "h1000"): "'h1000' is neither a known device nor a calibration file\n  b200: NVIDIA HGX B200",
     (*MESH, "--device", "targets.py"): "targets.py is not a calibration file",

@@ -272,6 +272,12 @@ def test_a_cursor_of_other_data_is_refused_with_all_differences():
     for nothing in (None, {}, 7, {"next": 3}):
         with pytest.raises(FzeroValueError, match="does not say which batch is next\nFix: save one with the state"):
             data.resume(nothing)
+    for wrong in ("5", 2.5, -1, None, True, torch.tensor(3)):
+        with pytest.raises(FzeroValueError, match="not the number of a batch\nFix: give a cursor"):
+            data.resume({**data.cursor(7), "next": wrong})
+    for wrong in ("10", torch.tensor([10, 11])):
+        with pytest.raises(FzeroValueError, match=r"seq: saved with .*, now 10\n"):
+            data.resume({**data.cursor(7), "seq": wrong})
 
 
 def test_the_digest_of_a_large_corpus_is_of_pieces_from_end_to_end(monkeypatch):

@@ -177,6 +177,25 @@ def test_what_the_loss_raises_itself_passes_whatever_it_says():
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X)
 
 
+TYPOS = [lambda p, x: "ww" in p, lambda p, x: p == "params['x']", lambda p, x: p.endswith("kernel"), lambda p, x: p in {"a", "b"}]
+MEANT = [lambda p, x: x.numel() > 1000, lambda p, x: False, lambda p, x: "w" in p]
+
+
+def test_a_predicate_of_paths_that_accepts_none():
+    step, mesh = fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh()
+    of_where = [fz.shard_params, lambda where: fz.mixed_precision("bf16", where=where), lambda where: fz.offload("cpu", "params", where=where)]
+    for i, transform in enumerate(of_where):
+        for where in TYPOS:
+            act = lambda transform=transform, where=where: fz.compile(transform(where=where)(step), mesh, backend="eager").init(PARAMS)  # noqa: E731
+            raises(TransformError, act, "does nothing", "`where` accepts none of 1 leaves; the nearest:\n  params['w']", "leave `where` out")
+        assert i or all(fz.compile(transform(where=where)(step), mesh, backend="eager").init(PARAMS) for where in MEANT)
+    running = fz.train_step(lambda p, x: (plain(p, x), {}), optim.sgd(0.1), mutable=lambda path, leaf: "runing" in path)
+    params = {"w": PARAMS["w"], **{name: torch.ones(1) for name in ("a", "b", "c", "d", "e", "running_mean")}}
+    raises(FzeroValueError, lambda: running(running.init(params), X), "no leaf is mutable", "none of 7 leaves; the nearest:\n  params['running_mean']")
+    cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
+    raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, X), "all leaves of the batch are cut", "none of 1 leaves")
+
+
 OWN, NUMPY, COUNT, VALUES, MADE = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100), (float(i) for i in range(100))
 SEEN, LEFT, ARRAY, FLAG = [], [*range(100)], np.zeros(1), {"first": True}
 

@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
-from fzero.errors import BudgetError, FzeroError, message
+from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
 from fzero.leaves import auto_of
 from fzero.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
@@ -228,7 +228,11 @@ def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple
 
 
 def _bytes(size: str | None) -> int | None:
-    return None if size is None else parse_bytes(int(size) if size.isdecimal() else size)
+    if size is None or not size.isdecimal():
+        return None if size is None else parse_bytes(size)
+    if 0 < int(size) < 1 << 20:
+        raise FzeroValueError(message("plan", f"{size} is a number of bytes, in which nothing fits", fix=f"did you mean {size}GB? Bytes are {size}B"))
+    return int(size)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,12 @@ class TokenDataset:
         if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
             fix = "save one with the state: fz.checkpoint.save(..., meta={'data': dataset.cursor(step)})"
             raise FzeroValueError(message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix))
-        problems = [f"{name}: saved with {cursor[name]}, now {value}" for name, value in mine.items() if cursor[name] != value]
+        if type(cursor["next"]) is not int or cursor["next"] < 0:
+            raise FzeroValueError(
+                message("data.resume", f"next is {cursor['next']!r}, not the number of a batch", fix="give a cursor as data.cursor(step) made it")
+            )
+        others = {n: (cursor[n], now) for n, now in mine.items() if type(cursor[n]) is not type(now) or cursor[n] != now}
+        problems = [f"{name}: saved with {then!r}, now {now!r}" for name, (then, now) in others.items()]
         if problems:
             fix = "give the corpus, seq, batch and seed that it was saved with (python_source is another text in another version of Python)"
             raise FzeroValueError(message("data.resume", "the run was saved with other data than this, or in another order", problems, fix))
