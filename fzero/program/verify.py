@@ -98,10 +98,12 @@ class _Checker:
                 self.bad(start, f"{name} is never waited for")
 
     def settle(self, line: Line) -> None:
-        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back."""
+        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back, by the lines that are
+        placed with the copies between tiers. Until then every leaf is taken to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
         computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}  # is written and never read by an update
-        self.overwritten -= on_disk | computed
+        placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
+        self.overwritten -= on_disk | computed if placed else self.guessed
         self.written -= self.guessed
         for handle in (h for h, start in self.started.items() if is_guess(start)):
             self.bad(line, f"{handle}, on a guess, is still under way")
