@@ -1,31 +1,70 @@
 """fzero: a JAX-style functional sharding framework for PyTorch.
 
 Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
+
+A name is imported when it is first used: `import fzero` itself loads neither PyTorch nor anything else.
 """
 
-from typing import NoReturn
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, errors, optim, random, testing, tree
-from fzero.lower import Lowered, lower
-from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
-from fzero.optim.loss_scale import LossScale
-from fzero.program.block import block
-from fzero.program.show import show
-from fzero.runtime.build import has_compiler
-from fzero.runtime.compile import compile
-from fzero.runtime.evaluation import CompiledEval
-from fzero.runtime.move import move
-from fzero.runtime.training import CompiledStep
-from fzero.schedule.plan import fits
-from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
-from fzero.transforms.accumulate import accumulate
-from fzero.transforms.fp8 import fp8
-from fzero.transforms.offload import offload
-from fzero.transforms.precision import mixed_precision
-from fzero.transforms.remat import remat
-from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
+if TYPE_CHECKING:
+    from fzero import checkpoint, data, errors, optim, random, testing, tree
+    from fzero.lowering import Lowered, lower
+    from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
+    from fzero.optim.loss_scale import LossScale
+    from fzero.program.block import block
+    from fzero.program.show import show
+    from fzero.runtime.build import has_compiler
+    from fzero.runtime.compile import compile
+    from fzero.runtime.evaluation import CompiledEval
+    from fzero.runtime.move import move
+    from fzero.runtime.training import CompiledStep
+    from fzero.schedule.plan import fits
+    from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
+    from fzero.transforms.accumulate import accumulate
+    from fzero.transforms.fp8 import fp8
+    from fzero.transforms.offload import offload
+    from fzero.transforms.precision import mixed_precision
+    from fzero.transforms.remat import remat
+    from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "AbstractMesh": "mesh",
+    "CompiledEval": "runtime.evaluation",
+    "CompiledStep": "runtime.training",
+    "EvalStep": "step",
+    "LossScale": "optim.loss_scale",
+    "Lowered": "lowering",
+    "Mesh": "mesh",
+    "State": "step",
+    "Step": "step",
+    "accumulate": "transforms.accumulate",
+    "block": "program.block",
+    "close_mesh": "mesh",
+    "compile": "runtime.compile",
+    "compose": "step",
+    "data_parallel": "transforms.shard",
+    "eval_step": "step",
+    "fits": "schedule.plan",
+    "fp8": "transforms.fp8",
+    "has_compiler": "runtime.build",
+    "lower": "lowering",
+    "make_mesh": "mesh",
+    "mixed_precision": "transforms.precision",
+    "move": "runtime.move",
+    "offload": "transforms.offload",
+    "remat": "transforms.remat",
+    "shard_grads": "transforms.shard",
+    "shard_opt_state": "transforms.shard",
+    "shard_params": "transforms.shard",
+    "show": "program.show",
+    "train_step": "step",
+    "weighted": "step",
+}
+"""Where each public name is that is no module."""
 
 __all__ = [
     "AbstractMesh",
@@ -69,5 +108,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise errors.no_attribute(__name__, name, __all__)
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        if name.startswith("__"):  # asked by Python and its tools
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise importlib.import_module("fzero.errors").no_attribute(__name__, name, __all__)
+    home = _HOME.get(name)
+    found = getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

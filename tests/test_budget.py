@@ -26,7 +26,7 @@ from fzero.schedule.check import check
 from fzero.schedule.order import Order, coalescable, order, sharable
 from fzero.variants import Variants
 
-lower_file = importlib.import_module("fzero.lower")  # `fzero.lower` is the function
+lower_file = importlib.import_module("fzero.lowering")
 
 MESH = fz.AbstractMesh(data=2)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import fzero as fz
+from fzero import compat
 from fzero.errors import TraceError
 from fzero.program import recurrent
 from fzero.program.record import Recorded, record
@@ -38,7 +38,7 @@ def recorded(library: str, **settings: Any) -> Recorded:
         loss = output.square().sum() + cell.sum()
         return [output, cell, *torch.autograd.grad(loss, [x, hx, cx, *weights])]
 
-    with fz.compat.FakeTensorMode():
+    with compat.FakeTensorMode():
         fakes = [torch.empty(s) for s in SHAPES]
         memory = fakes[3].untyped_storage()
         with plainly("test"):

@@ -27,7 +27,7 @@ from fzero.layout import leaf_of
 from fzero.program.ops import COPIES
 from fzero.transforms.tiers import blocks_updated_on_host
 
-lower_file = importlib.import_module("fzero.lower")  # `fzero.lower` is the function
+lower_file = importlib.import_module("fzero.lowering")
 
 TRAINED = [("gpt", "clipped"), ("mixed", "adamw"), ("mixed", "lamb"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}

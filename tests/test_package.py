@@ -50,7 +50,23 @@ def test_changelog_says_what_an_upgrade_changes():
 def test_import_is_silent():
     """Without a warning and without a line printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", "import fzero"], capture_output=True, text=True, timeout=120, env=env)
+    every = "import fzero; [getattr(fzero, name) for name in fzero.__all__]"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", every], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_loads_nothing():
+    """Names come when they are used; a module imported by itself takes no name away."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = """
+import sys
+import fzero
+assert not {"torch", "numpy", "rich"} & {*sys.modules} and dir(fzero) == sorted([*fzero.__all__, "__version__"]), dir(fzero)
+import fzero.lowering, fzero.step, fzero.runtime.compile
+assert callable(fzero.lower) and callable(fzero.compile) and fzero.random.key
+assert not hasattr(fzero, "shard_param") and not hasattr(fzero, "__wrapped__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -21,6 +21,7 @@ from models import STAGES, batches, meta, meta_part
 
 import fzero as fz
 from fzero import optim
+from fzero.program.ir import Program
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -46,7 +47,7 @@ PRINTED = [name for name in VARIANTS if not name.endswith(("min_cut", "none"))]
 
 
 @functools.cache
-def gpt_program(name: str, layers: int = 3, ranks: int = 2) -> fz.program.ir.Program:
+def gpt_program(name: str, layers: int = 3, ranks: int = 2) -> Program:
     mesh = fz.AbstractMesh(data=1 if name in ("plain", "offload_nvme") else ranks, unified_memory=name != "offload_cpu")
     params, batch = meta(models.gpt_init(fz.random.key(0), layers=layers)), meta_part(batches(1)[0], mesh.size)
     if name.startswith("evaluate"):

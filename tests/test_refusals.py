@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero import optim
+from fzero import compat, optim
 from fzero.errors import TraceError
 from fzero.program import hidden
 from fzero.program.record import Recorder
@@ -233,7 +233,7 @@ aten = torch.ops.aten
 def test_a_hidden_write_is_written_down(op):
     """Those of other devices too: what is recorded needs none."""
     settings = (True, 0.1, 1e-5)
-    with fz.compat.FakeTensorMode():
+    with compat.FakeTensorMode():
         fakes = [torch.empty(s) for s in ((2, 4, 3, 3), (4,), (4,), (4,), (4,))]
         recorder = Recorder("test")
         for fake, name in zip(fakes, ("x", "weight", "bias", "mean", "var"), strict=True):

@@ -19,7 +19,7 @@ from fzero.program.ir import Program
 from fzero.program.split import Choices, flops_of
 from fzero.transforms.remat import rewrite
 
-lower_file = importlib.import_module("fzero.lower")
+lower_file = importlib.import_module("fzero.lowering")
 FRACTIONS = [i / 16 for i in range(17)]
 
 

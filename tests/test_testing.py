@@ -24,7 +24,7 @@ from fzero.cli import main
 from fzero.comm import shared
 from fzero.comm.host import Apart
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
-from fzero.lower import base_program
+from fzero.lowering import base_program
 from fzero.optim import apply_updates
 from fzero.program import optimizer
 from fzero.program.ir import Program
@@ -176,7 +176,7 @@ def clipping_lost(patch):
 
 
 def scale_wrong(patch):
-    lower = sys.modules["fzero.lower"]  # fz.lower is the function
+    lower = sys.modules["fzero.lowering"]  # fz.lower is the function
     whole = lower.lower_train
     patch.setattr(lower, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
 

@@ -17,6 +17,7 @@ from models import STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, TransformError
+from fzero.program.ir import Program
 from fzero.program.ops import TRANSFERS, transfer_bytes
 
 SHAPES = {name: meta(model.init(fz.random.key(0))) for name, model in models.MODELS.items()}
@@ -93,7 +94,7 @@ def test_a_mesh_of_one_sends_nothing(model, stage):
     assert body(program) == body(base)
 
 
-def body(program: fz.program.ir.Program) -> str:
+def body(program: Program) -> str:
     text = str(program)
     return text[text.index("def ") :]
 

@@ -23,7 +23,7 @@ from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
 from fzero.leaves import auto_of
-from fzero.lower import Lowered, lower
+from fzero.lowering import Lowered, lower
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.pipeline import Name
 from fzero.program.show import show

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from fzero.lower import Lowered
+from fzero.lowering import Lowered
 from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.schedule.devices import Device

@@ -9,7 +9,7 @@ for bit. If they are the guess, the new values count; if not, the old ones do, a
 
 Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of a leaf on disk the old value stays
 where it is, in the one of two extents; of every other a copy is kept, for which there must be memory: so updates of leaves in host memory are guessed only
-where a host budget says that there is (fzero/lower.py).
+where a host budget says that there is (fzero/lowering.py).
 """
 
 from __future__ import annotations

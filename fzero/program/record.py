@@ -496,7 +496,7 @@ def record(
     owner: str,
     names: Sequence[str],
     source: Any = None,
-    labels: Sequence[str] = (),
+    labels: Sequence[str | None] = (),
     trained: Collection[int] | None = None,
 ) -> Recorded:
     """The graph of a function of a flat list of fake tensors that returns a flat list of tensors.

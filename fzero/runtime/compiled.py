@@ -20,7 +20,7 @@ from fzero.budget import Budget
 from fzero.errors import FzeroValueError, message
 from fzero.layout import storage_of, ties
 from fzero.leaves import batch_inputs
-from fzero.lower import Lowered, lower_inputs
+from fzero.lowering import Lowered, lower_inputs
 from fzero.mesh import Mesh
 from fzero.program import strides
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.leaves import abstract_params, params_inputs
-from fzero.lower import Lowered
+from fzero.lowering import Lowered
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime.cache import logger

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fzero.errors import message
 from fzero.leaves import leaves_made_anew, precision_of
-from fzero.lower import Lowered
+from fzero.lowering import Lowered
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScale, LossScaleState
 from fzero.program.counters import LIMIT, PrecisionState

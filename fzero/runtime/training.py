@@ -16,7 +16,7 @@ from fzero.auto import check_auto
 from fzero.comm.replicas import Held, replicas_of
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
-from fzero.lower import Lowered, resolve
+from fzero.lowering import Lowered, resolve
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.program.guess import guessed_leaves
 from fzero.program.segment import signature

@@ -15,7 +15,7 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroError
-from fzero.lower import base_program, zero_of
+from fzero.lowering import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program
 from fzero.program.means import Weighted

@@ -14,7 +14,7 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.leaves import batch_inputs
-from fzero.lower import base_program, zero_of
+from fzero.lowering import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
 from fzero.program.block import every_call_traced
 from fzero.program.ir import Program
