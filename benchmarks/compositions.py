@@ -1,6 +1,6 @@
 """Whether random compositions of models, optimizers and transforms compute what the plain step does: those of tests/composed.py, by number.
 
-    python benchmarks/compositions.py                        # 2,000 compositions: about an hour on 2 cores
+    python benchmarks/compositions.py                        # 2,000 compositions: about two hours on 2 quiet cores
     python benchmarks/compositions.py --first 2000 --numbers 500
 
 Each is trained for some steps, as it is and as a plain step of the same function, by `fzero.testing.check_equivalent`. Nothing was planted: a difference is
@@ -73,8 +73,9 @@ def main() -> None:
     kinds = collections.Counter(choice.replace("=_", "=") for _, text, _ in found for choice in text.split(", "))
     rows: list[tuple[Any, ...]] = [("compositions", len(found)), ("equal", len(found) - len(wrong)), ("others", len(wrong))]
     rows += [(kind, number) for kind, number in sorted(kinds.items()) if kind.split("=")[0] in ("layer", "optimizer", "precision", "remat", "vertical", "tied")]
+    last = max((number for number, _, _ in found), default=args.first)
     notes = [
-        f"Compositions {args.first} to {args.first + args.numbers - 1} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one rank.",
+        f"Compositions {args.first} to {last} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one rank.",
         "Below the first three rows: how often what was chosen.",
         f"Wanted: none differs ({verdict(len(wrong), 0)}).",
         *(f"{number}: {problem.splitlines()[0]} ({text})" for number, text, problem in wrong),

@@ -195,8 +195,9 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
-        problems = below_one(args, "steps", "seq", "batch", *(name for name in ("width", "threads", "params") if getattr(args, name) is not None))
-        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1))
+        largest = {"width": LARGE, "threads": 1024, "params": 1e15}  # what is not given is chosen
+        problems = below_one(args, "steps", "seq", "batch")
+        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1), **{n: (1, most) for n, most in largest.items() if getattr(args, n) is not None})
         if not problems and (args.width or HEAD) % HEAD:
             problems.append(f"--width {args.width} is not a multiple of {HEAD}")
         if not problems and args.batch % WORLD:

@@ -1,7 +1,7 @@
 """offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles before in whole, and a part of the last
-one. Of what is on disk a part may be on the host instead.
+one. Of what is on disk a part may be on the host instead. Gradients wait on disk only where the host has no room for them.
 
 [Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (fzero/bounds.py): the bytes that rest, the
 gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for those that are expected not to fit, by
@@ -132,6 +132,7 @@ class _Search:
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))  # after a loop there is nothing left to run beside
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
+        bounds |= self._with_gradients_on_disk(bounds)
         tried = set[tuple[Shares, Choice]]()
         for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
             lines = sum(len(program.lines) for program in self.made.values())
@@ -143,8 +144,9 @@ class _Search:
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
             able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
-            for _ in range(min(LAST_TRIED, len(able))):  # each tells what to expect of the others
-                able.remove(candidate := min(able, key=lambda c: (self._expected(c, bounds[c]), bounds[c].likely)))
+            for left in reversed(range(min(LAST_TRIED, len(able)))):  # each tells what to expect of the others; the last is what leaves most room
+                expected = (lambda c: self._expected(c, bounds[c])) if left else (lambda c: self.budget.filled(bounds[c].peaks))
+                able.remove(candidate := min(able, key=lambda c: (expected(c), bounds[c].likely)))
                 if self._try(*candidate, bounds[candidate]):
                     break
             else:
@@ -177,6 +179,14 @@ class _Search:
                 below = shares
         return list(found)
 
+    def _with_gradients_on_disk(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> dict[tuple[Shares, Choice], Least]:
+        """Those whose gradients wait on the host, with gradients on disk instead."""
+        if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
+            return {}
+        asked = (((*shares, _Share(("gradients",), "nvme", FINEST)), way) for shares, way in bounds if way.grads == self.least.grads)
+        found = {candidate: self._bound(*candidate) for candidate in asked}
+        return {(shares, way): bound for (shares, way), bound in found.items() if bound.host < bounds[shares[:-1], way].host}
+
     def _everything(self) -> Shares:
         """All that may leave the device."""
         state = tuple(role for role in _STATE if role in self.auto.of)
@@ -200,7 +210,8 @@ class _Search:
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in shares), any(s.tier == "cpu" or s.back for s in shares)
+        held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
+        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in held), any(s.tier == "cpu" or s.back for s in held)
         there = (state and disk, state and host and self.budget.host is not None)  # copies in host memory take room that must be given
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
         ends = ENDS if open_side else ENDS[:1]
@@ -212,12 +223,15 @@ class _Search:
             on_host = share.back if share.tier == "nvme" else share.eighths
             of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
         on_host = way.host_share > 0 and self.auto.update_on != "device"
-        return self.sizes.least(Rests(of["opt_state"], of["params"], of["activations"][0]), on_host, way.grads, self.budget.device, way.guess)
+        rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
+        return self.sizes.least(rests, on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
-        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did."""
+        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did; updates on
+        the device take no less than on the host."""
         shares, way = candidate
-        known = (self.besides.get(like) for like in (_kind(shares, way), way, replace(way, guess=())))
+        on_host = replace(way, host_share=ENDS[0])
+        known = (self.besides.get(like) for like in (_kind(shares, way), _kind(shares, on_host), way, replace(way, guess=())))
         device, host = next(filter(None, known), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 

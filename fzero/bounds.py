@@ -20,11 +20,13 @@ from fzero.transforms.tiers import saved_activations, waiting_on_host, waits_for
 
 
 class Rests(NamedTuple):
-    """Shares, by bytes, of what rests in host memory and on disk: of optimizer state and parameters; of activations those that wait on the host."""
+    """Shares, by bytes, of what rests in host memory and on disk: of optimizer state and parameters; of activations those that wait on the host; of gradients
+    those that wait on disk."""
 
     state: tuple[float, float] = (0.0, 0.0)
     params: tuple[float, float] = (0.0, 0.0)
     activations: float = 0.0
+    gradients: float = 0.0
 
 
 class Least(NamedTuple):
@@ -88,7 +90,7 @@ class Sizes:
         Args:
             rests: where what is.
             on_host: whether the host updates what rests off the device.
-            grads: which gradients wait on the host, as in `waiting_on_host`.
+            grads: which gradients wait on the host, as in `waiting_on_host`, of those that do not on disk.
             device: whose rates.
             guess: the tiers whose leaves are updated on a guess.
         """
@@ -99,7 +101,8 @@ class Sizes:
         streams = self.copies * (master_h + master_d - params_h - params_d)  # copies that the update brings to the device
         read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and by backward
         updated = min(1.0, state_h + state_d) if on_host else 0.0
-        waiting = self.grads * (1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated)
+        stored = self.grads * rests.gradients
+        waiting = (self.grads - stored) * (1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated)
         saved = self.activations * rests.activations
         written = off_d + self.copies * params_d
         copied = off_h if "host" in guess else 0.0  # before it is overwritten
@@ -110,28 +113,28 @@ class Sizes:
             disk = read / device.disk_read.bandwidth + write / device.disk_write.bandwidth
             return compute, disk, to_device / link, to_host / link, in_host / device.host_memory_bandwidth
 
-        def update(disk: float, memory: float) -> tuple[float, ...]:
-            """Shares of the updates."""
-            brought = streamed + (waiting if not on_host else 0) + updated * streams
+        def update(disk: float, memory: float, after: float = 0.0) -> tuple[float, ...]:
+            """Shares of the updates; `after`: of those for which gradients come back from disk."""
+            brought = streamed + (waiting + stored if not on_host else 0) + updated * streams
             through = updated * (2 * (self.state + self.params) + self.grads + self.copies * (master_h + master_d)) + 2 * copied
             read = off_d - (0 if self.copies else min(read_d, off_d))
-            return queues(0.0, disk * read, disk * written, memory * brought, memory * streamed, memory * through)
+            return queues(0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through)
 
         disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))  # what is updated in the backward
-        if guess == ("disk",) and state_d:  # not what has parameters elsewhere
-            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
+        if guess == ("disk",) and state_d:  # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
+            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
-        leaving = waiting * (self.turns if on_host else 1)
-        reads = (self.turns * read_d, 0.0, self.turns * (read_h + read_d))
-        forward = queues(self.forward_seconds, *reads, saved, 0.0)
-        backward = _sum(queues(self.backward_seconds, *reads, leaving, summed), queues(0.0, 0.0, 0.0, saved, 0.0, 0.0), update(disk, memory))
+        leaving = waiting * (self.turns if on_host else 1) + stored
+        from_disk, from_host = self.turns * read_d, self.turns * (read_h + read_d)
+        forward = queues(self.forward_seconds, from_disk, 0.0, from_host, saved, 0.0)
+        backward = _sum(queues(self.backward_seconds, from_disk, stored, from_host + saved, leaving, summed), update(disk, memory))
         on_device = self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
         return Least(
-            device=on_device + max(self.grads - waiting, self.activations - saved + self.inside),
+            device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
-            disk=written * (1 + (disk if guess else 0)),
-            phases=(*((forward, backward) if self.turns == 1 else (_sum(forward, backward),)), update(1 - disk, 1 - memory)),
+            disk=written * (1 + (disk if guess else 0)) + stored,
+            phases=(*((forward, backward) if self.turns == 1 else (_sum(forward, backward),)), update(1 - disk, 1 - memory, 1 - memory)),
         )
 
 

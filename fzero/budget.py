@@ -74,6 +74,10 @@ class Budget:
         """By how many bytes what it takes of device, host and disk is more than it may be; 0 if it fits."""
         return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
 
+    def filled(self, peaks: tuple[int, int, int]) -> float:
+        """The largest share of what may be had of any tier that is taken."""
+        return max((peak / max(1, limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None), default=0.0)
+
 
 def choose(build: Callable[[Choice], Program], starts: Sequence[Choice], budget: Budget, *, auto: bool, loops: bool, open_side: bool = False) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start comes first; None if none fits.
@@ -270,6 +274,10 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
     fixes = ["apply what lowers it most"] if advice else []
+    host = budget.host is not None and found.host_peak_bytes > budget.host
+    if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
+        vertical = ", with fz.accumulate(n, vertical=True)" if any(line.op == "loop" for line in program.lines) else ""
+        fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){vertical})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
     return BudgetError(message("memory_budget", "the step does not fit", [*problems, *advice], ", ".join([*fixes, "or raise the budget"]).removeprefix("or ")))
 

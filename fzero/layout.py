@@ -28,8 +28,8 @@ from fzero.mesh import AbstractMesh, Mesh
 TIERS = ("device", "host", "disk")
 COMPUTE = "extras['compute']"
 """The path of what a model computes with, where its parameters are masters that rest off the device."""
-
-
+GRADIENTS = "extras['gradients']"
+"""The path of what gradients wait in that wait on disk."""
 LOSS_SCALE = "extras['loss_scale']"
 """The path of what a loss scale remembers."""
 PRECISION = "extras['precision']"

@@ -15,7 +15,7 @@ from fzero import compat, tree
 from fzero.arguments import accepts_none
 from fzero.blocks import blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
+from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState
@@ -27,6 +27,7 @@ from fzero.program.trace import Inputs
 from fzero.program.training import Precision
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
 from fzero.transforms import shard
+from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
@@ -137,6 +138,37 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
     return out
 
 
+def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
+    """What gradients wait in that wait on disk, by the position of their parameter: leaves of the state, laid out as updates read gradients.
+
+    Raises:
+        TransformError: micro-batches add up in a loop, each of which would read and write all of them.
+    """
+    if isinstance(step, EvalStep) or not any("gradients" in record.of for record in offloads(step)):
+        return {}
+    micro = find(step.transforms, Accumulate)
+    if micro is not None and micro.num_micro_batches > 1 and not micro.vertical:
+        problems = [f"{micro}: each micro-batch would read and write all that were added up before"]
+        fix = f"add them up block by block, and write the sum once: {replace(micro, vertical=True)}"
+        raise TransformError(message("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix))
+    zero, precision = zero_of(step, mesh), precision_of(step)
+    tiers, trained = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), step.trains(abstract_params(params))
+    out = {}
+    for i in params.distinct:
+        param = params.leaves[i]
+        if trained[i] and tiers[i].gradient != "device":
+            axes = (zero.axis,) if zero.axis and zero.opt_state(param) else ()
+            layout = Layout(precision.reduce(param), axes, tiers[i].gradient)
+            out[i] = Leaf(f"{GRADIENTS}{param.path.removeprefix('params')}", "gradients", param.shape, layout)
+    return out
+
+
+def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[str, dict[int, Leaf]]:
+    """The leaves of a state that no checkpoint has (`MADE_ANEW` of fzero/step.py), by their name in its extras and the position of their parameter."""
+    found = {"compute": compute_leaves(step, mesh, params), "gradients": gradient_leaves(step, mesh, params)}
+    return {name: leaves for name, leaves in found.items() if leaves}
+
+
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
     """Of each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
     by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
@@ -179,7 +211,7 @@ def batch_inputs(batch: Any) -> Inputs:
 
 
 def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
-    """The leaves of a state besides parameters, optimizer state and copies to compute with, by path."""
+    """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
     precision = find(step.transforms, MixedPrecision)
     leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
     if precision_of(step).loss_scale is not None:

@@ -21,7 +21,7 @@ from fzero.arguments import accepts_none
 from fzero.auto import check_auto, choose_tiers
 from fzero.budget import ENDS, FEW, WITH_BATCH, Budget, Choice, choose, choose_share, decided, fastest, share_of, unmet
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, message
-from fzero.layout import torn_ties
+from fzero.layout import Leaf, torn_ties
 from fzero.leaves import (
     abstract,
     abstract_params,
@@ -29,6 +29,7 @@ from fzero.leaves import (
     batch_inputs,
     compute_leaves,
     extra_leaves,
+    gradient_leaves,
     mirrors,
     offloads,
     opt_state_inputs,
@@ -278,7 +279,13 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
         raise FzeroValueError(message("accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix))
     cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
     loops = num_micro > 1 and not (record_ and record_.vertical)
-    return Traced(program, base, Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut), opt_state, structure, loops, watched)
+    variants = Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut, _gradients(step, mesh, params))
+    return Traced(program, base, variants, opt_state, structure, loops, watched)
+
+
+def _gradients(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf]:
+    """The leaves that gradients wait in that wait on disk, by the path of their parameter."""
+    return {params.leaves[i].path: leaf for i, leaf in gradient_leaves(step, mesh, params).items()}
 
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
@@ -335,7 +342,8 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         if tuple(copies) not in with_copies:
             with_copies[tuple(copies)] = verify(compute.rewrite(traced.base, copies))
         program, rest = with_copies[tuple(copies)], lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))
-        variants = traced.variants.like(replace(program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms))
+        laid_out = replace(program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms)
+        variants = traced.variants.like(laid_out, _gradients(asked, mesh, rests))
         opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
         built[records] = replace(traced, variants=variants, opt_state=opt_state)
         return variants

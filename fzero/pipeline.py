@@ -39,18 +39,21 @@ class Sides(NamedTuple):
         guess: the tiers whose leaves are updated on a guess.
         on_device: leaves off the device that are updated there.
         waiting: gradients that wait in host memory.
+        on_disk: gradients that wait on disk, each with its leaf.
     """
 
     order: Order = Order()
     guess: tuple[str, ...] = ()
     on_device: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
+    on_disk: tuple[tuple[str, str], ...] = ()
 
 
-def sides(program: Program, choice: Choice) -> Sides:
-    """What a choice comes to for a program whose update is cut."""
+def sides(program: Program, choice: Choice, on_disk: Mapping[str, str]) -> Sides:
+    """What a choice comes to for a program whose update is cut, with these gradients on disk."""
     on_device = tiers.updated_on_device(program, choice.host_share)
-    return Sides(choice.order, choice.guess, on_device, tiers.waiting_on_host(program, on_device, choice.grads))
+    waiting = tiers.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
+    return Sides(choice.order, choice.guess, on_device, waiting, tuple(on_disk.items()))
 
 
 class Pass(NamedTuple):
@@ -101,7 +104,7 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
 CLOSING = (
     Pass("speculate", lambda program, chosen: guess(program, chosen.guess)),
     Pass("hoist_updates", lambda program, _: early(program)),
-    Pass("tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting)),
+    Pass("tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))),
     Pass("overlap", lambda program, chosen: order(program, chosen.order)),
     Pass("rename", lambda program, _: apart(program)),
     Pass("pool", lambda program, _: buffers.place(program), check=check),

@@ -31,6 +31,10 @@ INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
 
 
+MADE_ANEW = frozenset({"compute", "gradients"})
+"""What of a state's extras follows from the rest of it, or is written in each step before it is read: no checkpoint has it."""
+
+
 class State(NamedTuple):
     """Everything a step carries over. A pytree."""
 
@@ -42,10 +46,10 @@ class State(NamedTuple):
 
 
 def lasting(state: Any) -> Any:
-    """A state without what follows from the rest of it: the copies of masters that a model computes with. Anything else as it is."""
-    if not isinstance(state, State) or "compute" not in state.extras:
+    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait. Anything else as it is."""
+    if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
         return state
-    return state._replace(extras={name: x for name, x in state.extras.items() if name != "compute"})
+    return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 from fzero.budget import ENDS, Choice
 from fzero.layout import TIERS as TIERS_OF_LEAVES
+from fzero.layout import Leaf
 from fzero.pipeline import CLOSING, Pass, Sides, opening, sides
 from fzero.program.guess import TIERS, num_guessable
-from fzero.program.ir import Program
+from fzero.program.ir import WHOLE, Placement, Program, Value
 from fzero.program.record import uncollected
 from fzero.transforms import tiers
 from fzero.transforms.shard import Zero
@@ -34,26 +35,28 @@ class Variants:
         zero: what its parallel transforms ask for.
         num_micro: micro-batches.
         batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+        gradients: leaves for gradients that wait on disk, by the path of the parameter.
     """
 
-    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]):
+    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]], gradients: Mapping[str, Leaf]):
         self._opening = opening(zero, num_micro, batch)
         self._shared: dict[Any, tuple[Program, Program]] = {}  # with the program before, which keys know by the identity of its lines
-        self._begin(base)
+        self._begin(base, gradients)
 
-    def _begin(self, base: Program) -> None:
-        self.base = base
+    def _begin(self, base: Program, gradients: Mapping[str, Leaf]) -> None:
+        self.base, self._gradients = base, gradients
+        self._waiting: dict[int, dict[str, str]] = {}  # by the identity of lines, which of a program's gradients wait on disk
         self._own: dict[Any, Program] = {}  # as in `_shared`, with this base's leaves
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way
         self._lists: dict[Choice, list[tuple[Pass, Program]]] = {}
         self.open_side = tiers.leaves_side_open(base)
 
-    def like(self, base: Program) -> Variants:
+    def like(self, base: Program, gradients: Mapping[str, Leaf]) -> Variants:
         """Those of another base program with the same blocks: what comes to the same is worked out once for all of them."""
         out = Variants.__new__(Variants)
         out._opening, out._shared = self._opening, self._shared
-        out._begin(base)
+        out._begin(base, gradients)
         return out
 
     def guesses(self, least: Choice) -> list[Choice]:
@@ -66,7 +69,7 @@ class Variants:
         """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least of the device's memory."""
         program, found = self.cut(least), dict[Any, str]()
         for grads in tiers.GRADS:
-            waiting = tuple(sides(program, replace(least, host_share=share, grads=grads)).waiting for share in ENDS)
+            waiting = tuple(sides(program, replace(least, host_share=share, grads=grads), self._on_disk(least)).waiting for share in ENDS)
             if waiting not in found or grads == "update":
                 found[waiting] = grads
         return list(found.values())
@@ -90,7 +93,7 @@ class Variants:
             yield from self._recent[key]
             return
         made: list[tuple[Pass, Program]] = []
-        for passed, program in closed(self.cut(choice), key[1]):
+        for passed, program in closed(_with_leaves(self.cut(choice), self._gradients), key[1]):
             made.append((passed, self._finished.setdefault(key, program) if passed is CLOSING[-1] else program))
             yield made[-1]
         self._recent[key] = made
@@ -99,7 +102,18 @@ class Variants:
 
     def _key(self, choice: Choice) -> tuple[int, Sides]:
         cut = self.cut(choice)
-        return id(cut.lines), sides(cut, choice)
+        return id(cut.lines), sides(cut, choice, self._on_disk(choice))
+
+    def _on_disk(self, choice: Choice) -> dict[str, str]:
+        """The gradients of a choice that wait on disk, each with its leaf."""
+        if not self._gradients:
+            return {}
+        *_, (_, whole), (_, cut) = self._opened(choice)
+        if id(cut.lines) not in self._waiting:
+            names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
+            waiting = tiers.gradients_that_wait(cut)
+            self._waiting[id(cut.lines)] = {names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting}
+        return self._waiting[id(cut.lines)]
 
     def verified(self, choice: Choice) -> Program:
         """The program of a choice, verified after every pass."""
@@ -128,6 +142,15 @@ class Variants:
         numbers = [TIERS_OF_LEAVES.index(leaf.layout.tier) for leaf in self.base.leaves.values()]
         present = sorted({*numbers})
         return tuple(map(present.index, numbers))
+
+
+def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
+    """The program with the leaves that gradients wait in among its inputs."""
+    if not gradients:
+        return program
+    leaves = {leaf.path: leaf for leaf in gradients.values()}
+    values = (Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE) for x in leaves.values())
+    return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
 
 
 def verified(program: Program, stages: Iterable[tuple[Pass, Program]]) -> Program:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fzero as fz
+from fzero import optim
 from fzero.bounds import Rests, Sizes
+from fzero.errors import BudgetError
 from fzero.progress import Progress
 from fzero.schedule.devices import KNOWN, Link
 from fzero.units import size
@@ -46,6 +49,42 @@ def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any) -> None:
     assert found.host_breakdown["gradients"] > 0.8 * grads and found.breakdown["gradients"] < 0.6 * grads
     assert json.loads(found.to_json())["host_breakdown"] == found.host_breakdown
     assert f"gradients {size(found.host_breakdown['gradients'])}" in str(found)
+
+
+@fz.block
+def dense(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = dense(p, x)
+    return x.square().mean()
+
+
+def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
+    """They wait on disk, which is said, and is all that helps. Of 16 layers with 4 MB each of parameters, and of gradients."""
+    params = [{"w": torch.empty(1024, 1024, device="meta")} for _ in range(16)]
+    clipped = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
+
+    def lowered(*of: str) -> Any:
+        transforms = (fz.offload("auto", of, path="/s"), fz.mixed_precision("bf16"), fz.remat("full"), fz.accumulate(2, vertical=True))
+        batch = torch.empty(64, 1024, device="meta")
+        return fz.lower(fz.compose(*transforms)(clipped), GPU, params, batch, device=DEVICE, memory_budget="48MB", host_budget="84MB").plan
+
+    found = lowered("opt_state", "params", "activations", "gradients")
+    assert found.peak_bytes <= 48e6 and found.host_peak_bytes <= 84e6
+    assert found.decisions[0].what == "offload" and found.decisions[0].chosen.endswith("gradients on disk")
+    assert found.host_breakdown["gradients"] < 32e6 and found.disk_bytes > 64e6
+    with pytest.raises(BudgetError, match="makes the step fit"):
+        lowered("opt_state", "params", "activations")
+
+
+@pytest.mark.exhaustive
+def test_seven_billion_parameters_beside_a_small_host(llama: Any) -> None:
+    found = planned(llama, {"memory_budget": "22GB", "host_budget": "30GB", "disk_budget": "500GB"})
+    assert found.peak_bytes <= 22e9 and found.host_peak_bytes <= 30e9
+    assert "gradients on disk" in found.decisions[0].chosen and found.host_breakdown["gradients"] < 4e9
 
 
 def test_seven_billion_parameters(llama: Any) -> None:
@@ -82,6 +121,10 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert guessed[:3] == (1, 4, 2 * 16) and guessed.seconds == 3 + 2 + 14 + 16 / 0.5, "activations leave meanwhile"
     apart = sizes.least(Rests(state=(0.0, 1.0), params=(1.0, 0.0)), True, "update", device, ("disk",))
     assert apart.disk == 10 and apart.phases[2][1], "not on a guess: what it would overwrite in host memory has no copy"
+    stored = sizes.least(rests._replace(gradients=1.0), True, "update", device)
+    assert stored[:3] == (1, 3, 16 + 4) and [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5, 14 + 4 + 16 / 0.5], "written, and read by the update"
+    stored = sizes.least(rests._replace(gradients=1.0), True, "update", device, ("disk",))
+    assert [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5 + 14 + 16 / 0.5, 0], "a guess reads what is still in memory"
     looped = replace(sizes, turns=3).least(Rests(state=(1.0, 0.0)), True, "device", device)
     assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 

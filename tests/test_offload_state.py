@@ -135,6 +135,8 @@ def test_everything_wrong_is_said_at_once() -> None:
         assert part in text
     with pytest.raises(FzeroValueError, match=r"(?s)'nvme' needs a directory.*a tier asked for a role it cannot hold.*fraction=1\.5"):
         fz.offload("nvme", "activations", fraction=1.5)
+    with pytest.raises(FzeroValueError, match=r"of='gradients': .* send them to 'nvme'"):
+        fz.offload("cpu", ("opt_state", "gradients"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def leaves(sizes: list[int]) -> list[Leaf]:
 def test_a_share_is_as_close_as_whole_leaves_allow_everywhere(sizes: list[int], fraction: float) -> None:
     found = tiers_of([Offload("cpu", ("params",), fraction=fraction)], leaves(sizes))
     off = seen = 0
-    for n, (tier, state, _) in zip(sizes, found, strict=True):
+    for n, (tier, state, *_) in zip(sizes, found, strict=True):
         off, seen = off + n * (tier == "host"), seen + n
         assert abs(off - fraction * seen) <= max(sizes) / 2 + 1e-6, "spread over the model, not at one end of it"
         assert state == "device"
@@ -182,8 +184,8 @@ def test_where_and_ties() -> None:
 
 def test_integers_have_no_optimizer_state() -> None:
     table = Leaf("params['ids']", "params", (9,), Layout(torch.int64))
-    assert tiers_of([Offload("cpu", ("opt_state",))], [table], casts=lambda leaf: True) == [("device", "device", "device")]
-    assert tiers_of([Offload("cpu", ("params",))], [table]) == [("host", "device", "host")]
+    assert tiers_of([Offload("cpu", ("opt_state",))], [table], casts=lambda leaf: True) == [("device",) * 4]
+    assert tiers_of([Offload("cpu", ("params",))], [table]) == [("host", "device", "host", "device")]
 
 
 def table(step: fz.Step, mesh: fz.AbstractMesh = MESH) -> dict[str, tuple[str, tuple[str, ...]]]:

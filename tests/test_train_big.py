@@ -110,7 +110,8 @@ BAD_FLAGS = {
     "--steps 0 is less than 1; --batch -1 is less than 1": ("--steps", 0, "--batch", -1),
     "'two' is no amount of memory": ("--memory", "two"),
     "'many' is no number": ("--params", "many"),
-    "--params 0 is less than 1": ("--params", "0.4"),
+    "--params 0 is not from 1 to 1e+15": ("--params", "0.4"),
+    "--threads 100000 is not from 1 to 1024; --params 1e+99 is not": ("--threads", 100000, "--params", "1e99"),
     "--resume needs --out": ("--resume",),
 }
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.layout import LOSS_SCALE
+from fzero.layout import LOSS_SCALE, storage_of
 from fzero.mesh import AbstractMesh
 from fzero.program import checks
 from fzero.program.delayed import Slot
@@ -117,7 +117,8 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         sums = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves, *(values[i] for i in t.averaged)]
         made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(sums), loss.count is not None, means))
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
-        return [*(summable(s) for s in sums), *(g for g in grads if g is not None), *agreed, seed]
+        own = {storage_of(x) for x in leaves.values()}  # which the step overwrites: a loss that is a part of one is not
+        return [*(x.clone() if storage_of(x) in own else x for x in map(summable, sums)), *(g for g in grads if g is not None), *agreed, seed]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)

@@ -6,7 +6,8 @@ whole. A gather takes shards, a reduction summands, and what arrives is placed a
 once, and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten.
 A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is stored.
 What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what it waits for has arrived by then.
-Every leaf that the step assigns is written, and besides those only the copies that are computed with.
+Every leaf that the step assigns is written, and besides those only the copies that are computed with, and those in which gradients wait: these are read
+once they are written, and not before.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does not list is a violation,
 and so is an axis that the mesh does not have. Every op listed there has a rule here.
@@ -62,6 +63,8 @@ class _Checker:
                     self.bad(line, f"{name} is read before it is made")
                 elif name in self.started and not _row(line).waits:
                     self.bad(line, f"{name} is still moving")
+                elif name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
+                    self.bad(line, f"{name} is read before it is written")
                 elif self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
                     self.bad(line, f"{name} has been overwritten")
             self._check(line)
@@ -88,16 +91,19 @@ class _Checker:
                 elif name in self.written:
                     self.bad(line, f"{name} is written twice")
                 self.written.add(name)
-                self.overwritten.add(self.root(name))
+                if not self._gradient_waits(name):  # in which there is no old value
+                    self.overwritten.add(self.root(name))
         for name, start in self.started.items():
             if name not in waiting_outside:
                 self.bad(start, f"{name} is never waited for")
 
     def settle(self, line: Line) -> None:
-        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back."""
+        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back, by the lines that are
+        placed with the copies between tiers. Until then every leaf is taken to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
         computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}  # is written and never read by an update
-        self.overwritten -= on_disk | computed
+        placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
+        self.overwritten -= on_disk | computed if placed else self.guessed
         self.written -= self.guessed
         for handle in (h for h, start in self.started.items() if is_guess(start)):
             self.bad(line, f"{handle}, on a guess, is still under way")
@@ -121,17 +127,24 @@ class _Checker:
                 self.problems.append(f"output {name} is {value.placement}")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        roles = ("params", "mutable", "opt_state", "step", "compute", "loss_scale", "precision", "fp8")
+        roles = ("params", "mutable", "opt_state", "step", "compute", "gradients", "loss_scale", "precision", "fp8")
         state = {n for n, leaf in self.program.leaves.items() if leaf.role in roles}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
-            elif name not in self.program.assigns and self.program.leaves[name].role != "compute":
+            elif name not in self.program.assigns and self.program.leaves[name].role not in ("compute", "gradients"):
                 self.problems.append(f"{name} is written, but the step does not assign it")
         self.problems += [f"{name} is never written, but the step assigns it" for name in self.program.assigns if name not in self.written]
         for name in sorted(self.written & set(self.aliases)):
             if self.aliases[name] not in self.written:
                 self.problems.append(f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not")
+
+    def _gradient_waits(self, name: str) -> bool:
+        """Whether a name is that of a leaf in which a gradient waits."""
+        return name in self.program.leaves and self.program.leaves[name].role == "gradients"
+
+    def _has_arrived(self, name: str) -> bool:
+        return name in self.written and not any(name in start.writes for start in self.started.values())
 
     def root(self, name: str) -> str:
         """The leaf whose buffer a value may share."""

@@ -17,8 +17,9 @@ from fzero.runtime import agree, resting
 from fzero.transforms.offload import TIERS
 
 HOME = "home"
-_STAYS = ("step", "key", "loss_scale", "precision", "fp8")
-"""Roles of the few bytes that say where a run is: they rest on the device wherever the rest goes."""
+_STAYS = ("step", "key", "loss_scale", "precision", "fp8", "gradients")
+"""Roles of what stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where gradients wait on disk, which has no value
+between steps."""
 
 
 def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None) -> Any:

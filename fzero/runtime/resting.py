@@ -17,7 +17,7 @@ from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
-from fzero.leaves import compute_leaves, mirrors, offloads
+from fzero.leaves import leaves_made_anew, mirrors, offloads
 from fzero.mesh import Mesh
 from fzero.program.trace import Inputs
 from fzero.runtime import agree
@@ -55,7 +55,7 @@ def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs
         BudgetError: with the numbers of every budget that is too small.
         FzeroValueError, TierError: those of `allocate`.
     """
-    leaves = [*travelling(params, opt_state), *compute_leaves(step, mesh, params).values()]
+    leaves = [*travelling(params, opt_state), *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values())]
     tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
     if mesh.unified_memory:
         tiers[:2] = [({"device", "host"}, ""), (set(), "")]

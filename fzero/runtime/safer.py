@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from fzero.errors import message
-from fzero.leaves import compute_leaves, precision_of
+from fzero.leaves import leaves_made_anew, precision_of
 from fzero.lowering import Lowered
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScale, LossScaleState
@@ -56,7 +56,7 @@ class Safer:
         if (counts := state.extras.get("precision")) is None:
             return step
         found = self.resolved(step, params, counts)
-        if compute_leaves(found, self._mesh, params) != compute_leaves(step, self._mesh, params):
+        if leaves_made_anew(found, self._mesh, params) != leaves_made_anew(step, self._mesh, params):
             return step
         self._counts = counts
         if (scaling := precision_of(found).loss_scale) is not None:

@@ -10,8 +10,8 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import COMPUTE, FP8, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, storage_of, ties
-from fzero.leaves import abstract_params, compute_leaves, extra_leaves, opt_state_inputs, params_inputs, precision_of
+from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, storage_of, ties
+from fzero.leaves import abstract_params, extra_leaves, leaves_made_anew, opt_state_inputs, params_inputs, precision_of
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.program.counters import PrecisionState
@@ -108,12 +108,13 @@ def assembled(
     begins = {p: torch.zeros(leaf.shape, dtype=leaf.dtype) for p, leaf in leaves.items()}
     begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
     few = {p: place({**begins, **rest}[p].to(mesh.device), leaf, mesh) for p, leaf in leaves.items()}
-    copies = compute_leaves(step, mesh, params)
+    anew = leaves_made_anew(step, mesh, params)
 
-    def cast() -> dict[int, torch.Tensor]:
-        return {i: resting.put(resting.cast(made[i], leaf.dtype), leaf, places, mesh) for i, leaf in copies.items()}
+    def make(name: str) -> dict[int, torch.Tensor]:
+        value = lambda i, leaf: resting.cast(made[i], leaf.dtype) if name == "compute" else None  # noqa: E731
+        return {i: resting.put(value(i, leaf), leaf, places, mesh) for i, leaf in anew[name].items()}
 
-    extras: dict[str, Any] = {"compute": params.rebuild(agree.everywhere(mesh, owner, cast) if places else cast())} if copies else {}
+    extras = {name: params.rebuild(agree.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name)) for name in anew}
     return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
 
 
@@ -147,11 +148,12 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """How the copies to compute with, and the loss scale, of a state differ from those that a step expects."""
-    roots = {"compute": COMPUTE, **{name: path for name, (path, _) in KEPT.items()}}
+    """How what is made anew, and the loss scale, of a state differ from those that a step expects."""
+    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: path for name, (path, _) in KEPT.items()}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
-    expected = [*compute_leaves(step, mesh, params).values(), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
+    anew = leaves_made_anew(step, mesh, params)
+    expected = [*(leaf for leaves in anew.values() for leaf in leaves.values()), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
     return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong]

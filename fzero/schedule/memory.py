@@ -211,12 +211,12 @@ def roles(program: Program) -> dict[str, str]:
     known = {name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other" for name, role in known.items()}
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
-    gradients: set[str] = set()  # what the update reads of the backward, and what that was made of without a function between
+    gradients = {name for name, role in known.items() if role == "gradients"}  # what updates read of the backward, and what that was made of
     gathered: set[str] = set()
     copies = _copies(program)
     late: set[str] = set()  # read in the backward
     for i, line in reversed(list(enumerate(lines))):
-        made = {v.name for v in line.out}
+        made = {v.name for v in line.out} | {*line.writes}
         read = {a for a in line.args if a not in leaves}
         if line.fn:
             gradients |= {a for a in read if line.writes and values[a].shape and copies.get(a, a) not in leaves}

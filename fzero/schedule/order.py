@@ -160,7 +160,8 @@ _CARRIED = {"cast", "wait", *COPIES}
 
 def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
     """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; one that is hoisted
-    "at once", to there however far it is, unless all that it moves are leaves.
+    "at once", to there however far it is, unless all that it moves are leaves. What was written in this step starts right behind that too, but for what was
+    written to disk, where it waits for room: that starts once it is there.
 
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
     that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
@@ -173,24 +174,26 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
     readers = _readers(lines)
     made: dict[str, Line] = {}
     writers: dict[str, list[Line]] = {}
+    stores = {x.out[0].name: x for x in lines if x.op in COPIES}
     out: list[Line] = []
     passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
     def upstream(line: Line) -> tuple[set[int], set[int], bool]:
-        """The lines that come along, those that must come before, and whether one of these writes what is moved."""
+        """The lines that come along, those that must come before, and whether one of these writes what is moved, other than to disk."""
         carried = set[int]()
-        makers, written = set[int](), set[int]()
+        makers, written = set[int](), False
         todo = [line]
         while todo:
             for a in todo.pop().args:
                 maker = made.get(a)
-                written.update(map(id, writers.get(a, ())))
+                makers.update(map(id, writers.get(a, ())))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
                 if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
-        return carried, makers | written, bool(written)
+        return carried, makers, written
 
     for line in lines:
         if line.op == row.name and not line.writes:
@@ -216,7 +219,7 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
             passed[False] += id(line) in blocks
             passed[True] += id(line) in updates
         made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-        for name in line.writes:
+        for name in stores[line.args[0]].writes if OPS[line.op].waits and line.args[0] in stores else line.writes:
             writers.setdefault(name, []).append(line)
     return out
 
@@ -255,6 +258,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     stores = {name for name, x in away.items() if x.writes}
     leaving = {*away} - stores
+    written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits and x.args[0] in leaving}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
@@ -266,6 +270,8 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         block = _is_block(line) and not repeats(line)
         counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
         done = reduced if line.body and line.args else ()  # what was written on a guess is written before it is known to be right
+        if line.op == "disk_read_start":  # what was written to disk is there before it is read again
+            done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
         due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
         out += due
         held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]

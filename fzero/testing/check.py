@@ -25,7 +25,7 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
-from fzero.testing.tolerance import LAMBDA, PRECISIONS, WAYS, Roundoff, moved, noise, roundoff, unit, with_gradients
+from fzero.testing.tolerance import LAMBDA, NUM_MOVED, PRECISIONS, WAYS, Roundoff, moved, noise, roundoff, unit, with_gradients
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision, begun
@@ -186,8 +186,8 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
     """What the plain step does, and how far its leaves may lie off: see [Note: tolerance]."""
     grads: list[list[torch.Tensor]] = []
     exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
-    seen: list[list[list[torch.Tensor]]] = [[] for _ in WAYS]
-    others = [_states(moved(plain, size, way, grads_of), first, batch, steps) for way, grads_of in zip(WAYS, seen, strict=True)]
+    seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
+    others = [_states(moved(plain, size, number, grads_of), first, batch, steps) for number, grads_of in enumerate(seen)]
     amount = noise(grads, seen)
     others += [_states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps) for way in WAYS]
     tolerances = []

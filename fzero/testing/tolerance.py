@@ -12,10 +12,11 @@ other operation one), in the dtype that sums are kept in, which is float32 or wi
 gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if it is
 a lower one.
 
-What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of the plain step. In two of them it is
+What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of the plain step. In four of them it is
 computed in the compute dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as
-much relative to the root mean square of its leaf: up in one run, down in the other. What that does to the gradients of each step is their noise: of an
-element what it moved by, or the root mean square of that over its leaf if it is more, for two runs may miss what a third shows. In two further runs every
+much relative to the root mean square of its leaf: up in two runs, down in two. What that does to the gradients of each step is their noise: of an
+element what it moved by, or the root mean square of that over its leaf if it is more, for some runs may miss what another shows. They are four because of
+leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some hundred models. In two further runs every
 gradient is moved by its noise: up in one, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
 both ways, and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
 
@@ -56,6 +57,8 @@ PRECISIONS = (MixedPrecision, Fp8)
 """The transforms that change what a step computes in."""
 WAYS = (1, -1)
 """In which gradients are moved: a run of the plain step each."""
+NUM_MOVED = 4
+"""Runs with other parameters."""
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
@@ -160,16 +163,17 @@ def _roundings(node: torch.fx.Node) -> int:
     return max((x.numel() // max(value.numel(), 1) for x in inputs), default=1) or 1
 
 
-def moved(step: Step, size: Roundoff, way: int, seen: list[list[torch.Tensor]]) -> Step:
+def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]]) -> Step:
     """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed in its dtype.
 
     Args:
         step: the plain one.
         size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their leaf. A gradient that is 0 stays 0.
-        way: 1 or -1: that of the gradients. Parameters are moved at random, as a function of it.
+        number: of the run. Gradients go up in those of even numbers, down in the others; parameters at random, as a function of it.
         seen: gets the gradients of each step.
     """
-    key, by = fzrandom.fold_in(fzrandom.key(0x7E57), way + 1), LAMBDA * size.value
+    key, by = fzrandom.fold_in(fzrandom.key(0x7E57), number), LAMBDA * size.value
+    way = WAYS[number % len(WAYS)]
 
     def nudged(x: torch.Tensor, number: int) -> torch.Tensor:
         draw = fzrandom.uniform(fzrandom.fold_in(key, number), tuple(x.shape)).to(x.device)

@@ -1,4 +1,5 @@
-"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward. Acts on the leaf table and on the program.
+"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward, gradients on disk until their update. Acts on
+the leaf table and on the program.
 
 Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are placed by tiers.py.
 """
@@ -20,7 +21,7 @@ from fzero.transforms.shard import Where
 TIERS = {"cpu": "host", "nvme": "disk"}
 """The tiers one can name, and what a layout calls them. "auto" leaves them open."""
 
-ROLES = ("opt_state", "params", "activations")
+ROLES = ("opt_state", "params", "activations", "gradients")
 SIDES = ("auto", "host", "device")
 Path = str | os.PathLike[str]
 
@@ -79,7 +80,7 @@ def offload(
     where: Where | None = None,
     update_on: str = "auto",
 ) -> Any:
-    """Keeps optimizer state, parameters or activations in host memory ("cpu") or on disk ("nvme") and brings them to where they are needed, when.
+    """Keeps optimizer state, parameters, activations or gradients in host memory ("cpu") or on disk ("nvme") and brings them to where they are needed, when.
 
     `offload("auto")` leaves open which of them rest where, and what share of each: `compile` and `lower` choose what is predicted to be fastest of what fits
     `memory_budget`, `host_budget` and `disk_budget`, for a given batch. The step they then have is one with offloads as one could have written them.
@@ -91,9 +92,10 @@ def offload(
         step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An evaluation has no optimizer state
             and keeps no activations: what is said of these does not apply to it.
         tier: "cpu", "nvme" or "auto"; by default "cpu".
-        of: "opt_state" (the default), "params", "activations", or several; with "auto" those that may be moved, by default all. Under `mixed_precision`
-            the masters, which are only read to be cast, rest with the optimizer's state unless "params" says otherwise. "params" alone leaves the
-            optimizer's state on the device.
+        of: "opt_state" (the default), "params", "activations", "gradients", or several; with "auto" those that may be moved, by default all. Under
+            `mixed_precision` the masters, which are only read to be cast, rest with the optimizer's state unless "params" says otherwise. "params" alone
+            leaves the optimizer's state on the device. "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a
+            disk: in host memory they wait wherever the plan finds that better.
         path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and now. Each rank may have its own
             (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others. What lies there is scratch of this run, never a checkpoint. "auto" uses
             a disk if there is a path.
@@ -106,17 +108,19 @@ def offload(
         the host 4P bytes of gradients out (2P if they are reduced in bf16) and, under mixed precision, 2P in of what is computed with; in fp32, where
         parameters rest on the device, these travel too, 4P each way. It moves 28P through host memory. An update on the device 8P each way, 12P with
         masters. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on disk is read and
-        written once, 8P bytes each way, 12P with masters or parameters; what the vjp has read is not read again. Twice that in a step that guessed wrongly
-        that nothing is clipped; within a host budget an update of state in host memory may be on a guess, too, and then moves 24P more
-        (docs/transforms/offload.md).
+        written once, 8P bytes each way, 12P with masters or parameters, and gradients on disk, 4P (2P); what the vjp has read is not read again. Twice that
+        of state in a step that guessed wrongly that nothing is clipped; within a host budget an update of state in host memory may be on a guess, too, and
+        then moves 24P more (docs/transforms/offload.md).
     Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step the buffers of the blocks that are
         under way. On disk it takes no host memory at rest either, and with clipping by the global norm twice its bytes. On a mesh whose device is the CPU,
         host and device are one memory: "cpu" saves nothing.
 
     Raises:
-        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk);
+        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk,
+            gradients in host memory);
             a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small, with the numbers.
-        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters.
+        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters; when the program is built, gradients
+            on disk that a loop over micro-batches adds up.
 
     Example:
         >>> import torch, fzero as fz
@@ -150,6 +154,8 @@ def offload(
         problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
     if tier == "nvme" and "activations" in roles:
         problems.append("of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to 'cpu'")
+    if tier == "cpu" and "gradients" in roles:
+        problems.append("of='gradients': in host memory they wait without being told to, where the plan finds room: send them to 'nvme'")
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
     elif tier == "auto" and fraction != 1:
@@ -167,11 +173,13 @@ def offload(
 
 
 class Tiers(NamedTuple):
-    """Where a parameter rests, its optimizer state, and the copy that is computed with, if it is a master: each one of `layout.TIERS`."""
+    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it waits, its gradient, unless the plan says
+    so: each one of `layout.TIERS`."""
 
     param: str
     opt_state: str
     copy: str
+    gradient: str
 
 
 def tiers_of(
@@ -189,17 +197,18 @@ def tiers_of(
     """
     ties = list(range(len(params))) if ties is None else ties
     distinct = [i for i, t in enumerate(ties) if i == t]
-    by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}}
+    by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}, "gradients": {}}
     for record in records:
         for role in (role for role in record.of if role in by_role):
-            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state
+            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state, and no gradient
             held = [i for i in held if i not in by_role[role] and params[i].role != "mutable"]
             by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
     out = []
     for t in ties:
         state = by_role["opt_state"].get(t, "device")
         param = by_role["params"].get(t, "device")
-        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param))
+        gradient = by_role["gradients"].get(t, "device")
+        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param, gradient))
     return out
 
 

@@ -2,15 +2,15 @@
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
 gradients travel to them. Gradients that wait, for the norm of all or for the next micro-batch, wait where their update reads them: see
-`waiting_on_host`. A parameter that rests elsewhere comes anew to every line that reads it. In an evaluation masters are cast on the host; a step
-reads the copies of transforms/compute.py. What moves for one line moves together. What a block's backward has read from disk its update does not read again,
-if it follows at once.
+`waiting_on_host`; or on disk, in leaves that the step writes behind each backward and reads before each update. A parameter that rests elsewhere comes
+anew to every line that reads it. In an evaluation masters are cast on the host; a step reads the copies of transforms/compute.py. What moves for one line
+moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,16 +26,19 @@ GRADS = ("device", "update", "host")
 """Which gradients wait in host memory: see `waiting_on_host`."""
 
 
-def rewrite(program: Program, on_device: frozenset[str] = frozenset(), waiting: frozenset[str] = frozenset()) -> Program:
+def rewrite(
+    program: Program, on_device: frozenset[str] = frozenset(), waiting: frozenset[str] = frozenset(), on_disk: Mapping[str, str] | None = None
+) -> Program:
     """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
 
     Args:
         program: to be rewritten.
         on_device: leaves off the device that are updated there, of `updated_on_device`.
         waiting: gradients that wait in host memory, of `waiting_on_host`.
+        on_disk: the leaves in which others wait on disk.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records, on_device, waiting).run() if records else program
+    return _Rewrite(program, records, on_device, waiting, on_disk or {}).run() if records else program
 
 
 def leaves_side_open(program: Program) -> bool:
@@ -78,7 +81,16 @@ def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> 
         on_device: of `updated_on_device`.
         grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the host only what no loop adds up.
     """
-    if program.mesh.unified_memory or not any(isinstance(t, Offload) for t in program.transforms):
+    return frozenset() if program.mesh.unified_memory else _waiting(program, on_device, grads)
+
+
+def gradients_that_wait(program: Program) -> frozenset[str]:
+    """The gradients that wait for their update, wherever that runs. `program`: whose update is cut."""
+    return _waiting(program, frozenset(), "host")
+
+
+def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
+    if not any(isinstance(t, Offload) for t in program.transforms):
         return frozenset()
     totals = _totals(program)
     own = _no_gradients(program)
@@ -155,7 +167,7 @@ def blocks_updated_on_host(program: Program) -> tuple[int, int]:
 
 
 class _Rewrite:
-    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str], waiting: frozenset[str]):
+    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str], waiting: frozenset[str], on_disk: Mapping[str, str]):
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
@@ -170,11 +182,13 @@ class _Rewrite:
         self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward, gradients until their update
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
-        self.waiting = waiting
+        self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
+        self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
         self.leaving: dict[str, list[str]] = {}  # by a waiting gradient those of its update that are not made yet
+        self.known = _known_last(program, _no_gradients(program))
         totals = _totals(program)
         for line in _updates(program):
-            together = [a for a in line.args if a in waiting and a not in totals]
+            together = [a for a in line.args if a in self.waiting and a not in totals]
             self.leaving.update(dict.fromkeys(together, together))
         self.summands: list[Line] = []  # of sums on the host, which a loop has made and not added yet
 
@@ -192,12 +206,13 @@ class _Rewrite:
     def _line(self, line: Line) -> list[Line]:
         source = line.args[0] if line.args else ""
         if line.body:
+            before = self._written()
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             if line.op == "redo":  # which reads leaves as they were
                 self.lies, self.recent = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}, []
             body = (*self._restored(line), *self._lines(line.body), *self._added())
             self.lies, self.recent = outside, []
-            return [replace(line, body=body)]
+            return [*before, replace(line, body=body)]
         if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
             return self._cast(line)
         if line.op == "take_shard":
@@ -208,8 +223,10 @@ class _Rewrite:
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
             self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
+            before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
-            return [replace(x, attrs={**x.attrs, "guess": True}) if is_guess(line) and (x.writes or x.op == "disk_read_start") else x for x in lines]
+            guessed = [replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x for x in lines]
+            return [*before, *(guessed if is_guess(line) else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
@@ -217,7 +234,7 @@ class _Rewrite:
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
             num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (program/early.py)
             self.recent = [*self.recent, self._read_by(lines)][-num:]
-            sums = self._added()
+            sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
@@ -228,6 +245,14 @@ class _Rewrite:
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
         off = {a: n for a, n in state.items() if "device" not in self._at(a)}
         return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
+
+    def _is_late(self, line: Line) -> bool:
+        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or what knows something of all gradients."""
+        return line.by == "optimizer" and line.op == "call" and not is_guess(line) and bool(line.writes or not self.known.isdisjoint(line.args))
+
+    def _stored(self, line: Line) -> dict[str, str]:
+        """The gradients that a line reads from disk, each with its leaf."""
+        return {a: self.on_disk[a] for a in line.args if a in self.on_disk} if self._is_late(line) else {}
 
     # --- where values lie ---
 
@@ -263,8 +288,8 @@ class _Rewrite:
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        late = line.attrs.get("backward") or (line.by == "optimizer" and line.writes and not is_guess(line))
-        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or (late and a in self.resting)]
+        late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
+        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or a in stored or (late and a in self.resting)]
         absent = [a for a in absent if a not in shared]
         lines: list[Line] = []
         scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
@@ -277,12 +302,12 @@ class _Rewrite:
         given = self._buffers(line, absent, tier, lines)
         absent = [a for a in absent if a not in given]
         given |= {a: self.resting[a] for a in absent if a in self.resting}
-        given |= {a: self._at(a)["host"] for a in absent if a not in given and "host" in self._at(a) and a not in self.casts}
-        given |= {a: self._at(a)["device"] for a in absent if a not in given and "device" in self._at(a) and a not in self.casts}
-        sources = {a: self.casts[a].args[0] if a in self.casts else a for a in absent}
-        disk = [s for s in dict.fromkeys(sources.values()) if {*self._at(s)} == {"disk"}]
+        here = [a for a in absent if a not in given and a not in self.casts and a not in stored]
+        given |= {a: self._at(a)[at] for at in ("device", "host") for a in here if at in self._at(a)}
+        sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in absent}
+        disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
         memory = tier if self.program.mesh.gpu_direct else "host"
-        read, more = self._move("disk_read", disk, disk, memory)
+        read, more = self._move("disk_read", list(disk), list(disk.values()), memory)
         lines += more
         for a in absent:
             if a in self.casts:
@@ -404,16 +429,26 @@ class _Rewrite:
         attrs = {"restores": True, "guess": True}
         return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
 
-    # --- what waits on the host ---
+    # --- what waits on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
         """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of them are made."""
         lines: list[Line] = []
         for names in ([v.name for v in line.out if v.name in self.saved], *(self._complete(v.name) for v in line.out if v.name in self.waiting)):
-            copies, more = self._move("to_host", names, names)
-            self.resting |= copies
+            straight = {n: n for n in names if n in self.on_disk and self.program.mesh.gpu_direct}
+            through = [n for n in names if n not in straight]
+            copies, more = self._move("to_host", through, through)
+            self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
+            self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}  # for what is updated on a guess
+            self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
             lines += more
-        return lines
+        arrived = self.program.mesh.unified_memory or self.program.mesh.gpu_direct
+        return [*lines, *self._written()] if arrived else lines
+
+    def _written(self) -> list[Line]:
+        """The gradients that have left for a disk, written: a block later, when the device has another to run meanwhile."""
+        written, self.unwritten = self.unwritten, {}
+        return self._store(written, "device" if self.program.mesh.gpu_direct else "host") if written else []
 
     def _complete(self, grad: str) -> list[str]:
         """The gradients of an update whose last one is this, else none."""
