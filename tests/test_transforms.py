@@ -231,7 +231,18 @@ def factored(lr: float = 0.05) -> optim.GradientTransformation:
     return optim.GradientTransformation(init, update)
 
 
-USERS = {"adagrad": adagrad, "whole_leaf": whole_leaf, "factored": factored}
+def of_one_element(lr: float = 0.05) -> optim.GradientTransformation:
+    """Reductions that keep their dims, and constants as long as a leaf."""
+
+    def leaf(g, p):
+        ramp = torch.arange(g.numel()).view_as(g) / g.numel() + torch.linspace(1, 2, g.numel()).reshape(g.shape)
+        along = torch.nn.functional.cosine_similarity(g.flatten() + 1, p.flatten() + 2, dim=0)
+        return -lr * g * ramp * (1 + along) * (g.flatten() + 0.5).square().mean(0, keepdim=True)
+
+    return optim.GradientTransformation(lambda params: (), lambda grads, state, params: (fz.tree.map(leaf, grads, params), state))
+
+
+USERS = {"adagrad": adagrad, "whole_leaf": whole_leaf, "factored": factored, "of_one_element": of_one_element}
 
 
 def odd_init() -> Any:

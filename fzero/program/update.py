@@ -130,7 +130,8 @@ class _Cutter:
                 continue
             scalars = [n if not across else next(u for u in n.users if u.target is all_reduce) for n in group]
             with graph.inserting_before(last):
-                packed = graph.call_function(aten.stack.default, (group,))
+                flat = [self._shaped(n, (), owner) for n in group]
+                packed = graph.call_function(aten.stack.default, (flat,))
                 packed.meta.update(val=torch.empty(len(group), dtype=dtype, device="meta"), reduction=True)
                 self.owner[packed] = owner
                 whole = packed
@@ -139,8 +140,9 @@ class _Cutter:
                     whole.meta["val"] = packed.meta["val"]
                 for i, scalar in enumerate(scalars):
                     one = graph.call_function(aten.select.int, (whole, 0, i))
-                    one.meta["val"] = scalar.meta["val"]
-                    scalar.replace_all_uses_with(one, delete_user_cb=lambda user, packed=packed: user is not packed)
+                    one.meta["val"] = scalar.meta["val"].reshape(())
+                    one = self._shaped(one, tuple(scalar.meta["val"].shape))
+                    scalar.replace_all_uses_with(one, delete_user_cb=lambda user, kept=(packed, *flat): user not in kept)
             for node, scalar in zip(group, scalars, strict=True):
                 node.meta.pop("reduction", None)
                 node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
@@ -149,6 +151,16 @@ class _Cutter:
         slice_packed(graph)
         self.outputs = self.graph.outputs
         _sort(graph)
+
+    def _shaped(self, node: fx.Node, shape: tuple[int, ...], owner: Owner | None = None) -> fx.Node:
+        """A value of one element in this shape: some reductions keep dims. `owner`: whose function it is part of, if it is of a block's."""
+        if node.meta["val"].shape == shape:
+            return node
+        new = self.graph.graph.call_function(aten.reshape.default, (node, list(shape)))
+        new.meta["val"] = node.meta["val"].reshape(shape)
+        if owner is not None:
+            new.meta["shard"], self.owner[new] = True, owner
+        return new
 
     def _emit(self) -> None:
         nodes, level = list(self.graph.graph.nodes), self._levels()
@@ -242,12 +254,15 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
-        self._line("take_shard", (self.name[source],), node, attrs={"axes": self.axes}, placement=Placement("shard", self.axes))
+        shape = tuple(source.meta["val"].shape)
+        self._line("take_shard", (self.name[source],), node, {"axes": self.axes}, Placement("shard", self.axes), shape)
 
-    def _line(self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE) -> None:
+    def _line(
+        self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE, shape: tuple[int, ...] | None = None
+    ) -> None:
+        """A line that makes a node; `shape`: of the whole, where a rank has its shard."""
         self.name[node] = self._scalar_name(node)
-        source = self.values.get(args[0]) if args else None
-        shape = source.shape if source is not None else tuple(node.meta["val"].shape)
+        shape = tuple(node.meta["val"].shape) if shape is None else shape
         self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
