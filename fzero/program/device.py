@@ -38,6 +38,20 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
     return substituted(graph, {**rules, **IN_ORDER, **LSTM, **NORMS} if device.type == "cpu" else rules)
 
 
+def by_operation(graph: Recorded) -> Callable[..., Any]:
+    """The graph as a function that runs it operation by operation.
+
+    What an operation makes may have other strides there than it said that it would when it was traced, on fake tensors (a log_softmax over dim 1 of a
+    transposed tensor): what was traced as a view of it copies then.
+    """
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph.graph, env))
+    for node in copy.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+    return fx.GraphModule(dict(graph.constants), copy).forward
+
+
 @functools.cache
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device has arithmetic and matrix products in a dtype; on a GPU that means in hardware."""

@@ -11,7 +11,7 @@ import torch
 from fzero import blocks, compat, random
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
-from fzero.program.device import on_device, on_host, substituted
+from fzero.program.device import by_operation, on_device, on_host, substituted
 from fzero.program.ir import Function
 from fzero.program.record import Recorded
 from fzero.program.segment import into_buffers
@@ -65,7 +65,7 @@ def build(
         device = mesh.device if function.on == "device" else torch.device("cpu")
         graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
         if backend == "eager" or not _worth_compiling(graph):
-            built[name] = as_called(function, into_buffers(graph, function.into).module().forward)
+            built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
         else:
             waiting.setdefault(device, {})[name] = function, substituted(graph, _EXPANDED)
     for device in sorted(waiting, key=str):

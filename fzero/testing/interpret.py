@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
-from fzero.program.device import on_device
+from fzero.program.device import by_operation, on_device
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS, batch_axes_of
 
@@ -54,7 +54,7 @@ class Interpreter:
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:
-        return on_device(self.program.functions[name].graph, self.mesh.device).module().forward
+        return by_operation(on_device(self.program.functions[name].graph, self.mesh.device))
 
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None:
         for name, x in zip(names, new, strict=True):

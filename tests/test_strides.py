@@ -1,0 +1,50 @@
+"""What an operation makes has other strides than fake tensors say: the view that was traced of it copies, and numbers stay PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero import optim
+
+
+def over_dim_1(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).log_softmax(1).transpose(1, 2)
+
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "log_softmax, reshape": lambda p, x: over_dim_1(x @ p).reshape(-1, 8).square().mean(),
+    "log_softmax, flatten": lambda p, x: (over_dim_1(x @ p).flatten(0, 1) @ p).square().mean(),
+    "probability targets": lambda p, x: F.cross_entropy((x @ p).transpose(1, 2), x.softmax(-1).transpose(1, 2)),
+    "batch_norm between transposes": lambda p, x: (
+        (F.batch_norm((x @ p).transpose(1, 2), None, None, training=True).transpose(1, 2).reshape(-1, 8) @ p).square().mean()
+    ),
+    "layer_norm over the last but one": lambda p, x: (F.layer_norm((x @ p).transpose(1, 2), (6,)).transpose(1, 2).reshape(-1, 8) @ p).tanh().square().mean(),
+    "logsigmoid": lambda p, x: F.logsigmoid((x @ p).transpose(1, 2)).transpose(1, 2).reshape(-1, 8).square().mean(),
+    "channel_shuffle of channels_last": lambda p, x: (
+        (F.channel_shuffle((x.view(4, 8, 6, 1).to(memory_format=torch.channels_last)), 2).permute(0, 2, 3, 1).flatten(1).view(-1, 8) @ p).square().mean()
+    ),
+    "as_strided of a result": lambda p, x: over_dim_1(x @ p).as_strided((4, 6, 4), (48, 8, 2)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_with_views_of_such_results(name: str, block: bool) -> None:
+    loss, x = LOSSES[name], torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) * 0.3
+    inner: Any = fz.block(loss) if block else loss
+    train = fz.compile(fz.train_step(lambda p, x: inner(p["w"], x), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    state = train.init({"w": w})
+    want = w.clone().requires_grad_()
+    for _ in range(2):
+        state, metrics = train(state, x)
+        plain = loss(want, x)
+        want = (want - 0.1 * torch.autograd.grad(plain, want)[0]).detach().requires_grad_()
+        torch.testing.assert_close(metrics["loss"], plain.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(state.params["w"], want.detach(), rtol=1e-5, atol=1e-6)
