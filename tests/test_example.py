@@ -263,7 +263,7 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
 
     def until(condition) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 240
         while not condition():
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.05)
