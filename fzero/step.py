@@ -221,8 +221,8 @@ def train_step(
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`; from the step, a complex leaf that is not refused; new values that are
-            missing, of another shape or dtype, or of leaves that `mutable` does not accept.
+        FzeroTypeError: an optimizer without `init` and `update`, or that takes other arguments; from the step, a complex leaf that is not refused; new
+            values that are missing, of another shape or dtype, or of leaves that `mutable` does not accept.
         FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone; new values that are not floating point
             and differ between ranks or micro-batches, on every rank alike.
         TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.
@@ -249,6 +249,9 @@ def train_step(
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
+    if problems := function("optimizer.init", optimizer.init, "params") + function("optimizer.update", optimizer.update, "grads", "opt_state", "params"):
+        fix = "write init(params) -> opt_state and update(grads, opt_state, params) -> (updates, opt_state)"
+        raise FzeroTypeError(message("train_step", "this optimizer cannot be called", problems, fix))
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 
 
@@ -376,9 +379,16 @@ def _meta_leaves(params: Any) -> list[torch.Tensor]:
 def _not_dense(value: Any, root: str) -> list[str]:
     """What is wrong with the leaves of a tree that should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
-    kinds = [(p, type(x).__name__ if not isinstance(x, torch.Tensor) else "" if x.layout is torch.strided else str(x.layout)) for p, x in named]
+    kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
     return [f"{p}: {kind}" for p, kind in kinds if kind] + odd
+
+
+def _kind(x: Any) -> str:
+    """What a leaf is that is not a dense tensor; nothing of one that is."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
 
 
 def check_one_batch(more: tuple[Any, ...]) -> None:
@@ -392,14 +402,16 @@ def check_batch(batch: Any) -> None:
     """Raises naming every leaf that is not a dense tensor."""
     wrong = _not_dense(batch, "batch")
     if wrong:
-        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, "convert with torch.as_tensor or .to_dense(); close over settings"))
+        fix = "convert with torch.as_tensor, .to_dense() or torch.nested.to_padded_tensor(x, 0.0); close over settings"
+        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, fix))
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
     """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own,
     the graph that they come from, which a gradient would go on into."""
-    if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad for x in flat):
+    if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
         return
+    check_batch(batch)
     found = []
     for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
         if isinstance(x, torch.Tensor):
@@ -430,7 +442,10 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
 
 
 def check_params(params: Any, owner: str = "init") -> None:
-    """Raises naming every leaf that is not a dense tensor."""
+    """Raises naming every leaf that is not a dense tensor; a whole state is no parameters."""
+    if isinstance(params, State):
+        fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
+        raise FzeroTypeError(message(owner, "takes parameters, not the State that holds them", fix=fix))
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:
         raise FzeroTypeError(

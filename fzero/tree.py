@@ -14,6 +14,8 @@ from typing import Any
 import optree
 import torch
 
+from fzero.errors import FzeroValueError, message
+
 Tree = Any
 TreeSpec = optree.PyTreeSpec
 
@@ -43,15 +45,26 @@ def structure(tree: Tree) -> TreeSpec:
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container is a leaf."""
-    flatten(tree, is_leaf)  # registers dataclasses
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_NAMESPACE)
+    flat, spec = flatten(tree, is_leaf)
+    return unflatten(spec, [fn(*args) for args in zip(flat, *_alike("map", spec, rest), strict=True)])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
     """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in `paths`."""
     flat, spec = flatten(tree)
-    others = [spec.flatten_up_to(r) for r in rest]  # not `leaves(r)`: as many leaves under other names are not the same structure
-    return unflatten(spec, [fn(*args) for args in zip(paths(tree, root), flat, *others, strict=True)])
+    return unflatten(spec, [fn(*args) for args in zip(paths(tree, root), flat, *_alike("map_with_path", spec, rest), strict=True)])
+
+
+def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
+    """The leaves of trees of one structure. Not `leaves(r)`: as many leaves under other names are not the same structure.
+
+    Raises:
+        FzeroValueError: a tree of another structure.
+    """
+    try:
+        return [spec.flatten_up_to(r) for r in rest]
+    except (ValueError, TypeError) as error:
+        raise FzeroValueError(message(f"tree.{owner}", "the trees differ in structure", [str(error)], "give trees with the same containers and keys")) from None
 
 
 def paths(tree: Tree, root: str = "") -> list[str]:
@@ -95,7 +108,7 @@ def _key(entry: Any) -> str:
 
 def _register(flat: Iterable[Any]) -> bool:
     """Makes containers of the dataclasses found among the leaves; True if there was a new one."""
-    found: set[Any] = {type(x) for x in flat if dataclasses.is_dataclass(x) and not isinstance(x, type)} - _registered
+    found: set[Any] = {cls for cls in {type(x) for x in flat} if dataclasses.is_dataclass(cls)} - _registered
     for cls in found:
         fields = tuple(f.name for f in dataclasses.fields(cls) if f.init)
         optree.register_pytree_node(

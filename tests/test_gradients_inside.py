@@ -116,7 +116,12 @@ def test_gradients_of_other_tensors_train_as_in_pytorch(loss):
             torch.testing.assert_close(state.params[name], PARAMS[name] if g is None else PARAMS[name] - 0.1 * g)
 
 
-@pytest.mark.parametrize("loss", [lambda p, x: p["w"][0], lambda p, x: p["s"], lambda p, x: fz.weighted(p["w"][0], 1)])
+@fz.block
+def element(p):
+    return p["w"][0], p["w"] * 2.0
+
+
+@pytest.mark.parametrize("loss", [lambda p, x: p["w"][0], lambda p, x: p["s"], lambda p, x: fz.weighted(p["w"][0], 1), lambda p, x: element(p)[0]])
 def test_a_loss_that_is_an_element_of_a_parameter_is_told_as_it_was(loss):
     """The step overwrites the parameter."""
     step = fz.train_step(loss, optim.sgd(0.1))
@@ -126,3 +131,26 @@ def test_a_loss_that_is_an_element_of_a_parameter_is_told_as_it_was(loss):
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     for run, first in ((step, step.init(params)), (train, train.init(params))):
         assert run(first, X)[1]["loss"] == want
+
+
+@fz.block
+def row(p):
+    return p["v"][1], p["w"] * 2.0
+
+
+def test_what_an_evaluation_returns_of_a_parameter_stays_as_it_was():
+    """The next training step overwrites the parameter."""
+    parts = {
+        "element": lambda p: p["w"][0],
+        "row": lambda p: p["v"][1].detach(),
+        "turned": lambda p: p["v"].T,
+        "whole": lambda p: p["v"],
+        "of a block": lambda p: row(p)[0],
+    }
+    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+    evaluate = fz.compile(fz.eval_step(lambda p, x: {name: part(p) for name, part in parts.items()}), fz.make_mesh(), backend="eager")
+    state = train.init(PARAMS)
+    found, want = evaluate(state.params, X), {name: part(state.params).clone() for name, part in parts.items()}
+    train(state, X)
+    for name in parts:
+        assert torch.equal(found[name], want[name]) and not torch.equal(parts[name](state.params), want[name]), name

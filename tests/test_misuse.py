@@ -48,6 +48,18 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "replicas of no state": (lambda train, state, run: train.check_replicas(3), "fzero.check_replicas: the first argument is a State, not int"),
     "show of no program": (lambda train, state, run: fz.show(3), "fzero.show: prints a program, not int\nFix: fz.show(train.program)"),
     "restore of no path": (lambda train, state, run: train.restore(3), "fzero.checkpoint: 3 is not a path"),
+    "an evaluation of a state": (lambda train, state, run: run(state, X, X), "fzero.eval_step: takes parameters, not the State .*\nFix: give state.params"),
+    "a nested tensor in a batch": (
+        lambda train, state, run: train(state, {"x": torch.nested.nested_tensor([X, X[:1]])}),
+        "a batch is a pytree of dense tensors\n  batch['x']: a nested tensor",
+    ),
+    "a profile of no steps": (lambda train, state, run: train.profile(state, X, steps=0), "fzero.profile: .*\n  steps=0: must be at least 1"),
+    "1.5 micro-batches": (lambda train, state, run: fz.accumulate(1.5), "fzero.accumulate: cannot cut a batch into 1.5 micro-batches"),
+    "'2' micro-batches": (lambda train, state, run: fz.accumulate("2"), "fzero.accumulate: cannot cut a batch into '2' micro-batches"),
+    "an update without params": (
+        lambda train, state, run: fz.train_step(_loss, GradientTransformation(lambda params: (), lambda grads, state: (grads, state))),
+        "optimizer.update=<lambda>(grads, state): must be a function of (grads, opt_state, params)",
+    ),
     "save to no path": (lambda train, state, run: fz.checkpoint.save(3, state), "fzero.checkpoint: 3 is not a path"),
     "save to a file": (lambda train, state, run: fz.checkpoint.save(__file__, state), f"fzero.checkpoint.save: {__file__} is not a directory"),
     "too few arguments": (lambda train, state, run: run(state.params, (X, X)), "fzero.eval_step: _predict(p: "),
@@ -88,6 +100,48 @@ def test_calls(made: Any) -> None:
     torch.save(train.gather(state).params, whole)
     assert torch.equal(torch.load(io.BytesIO(whole.getvalue()))["w"], state.params["w"]), "what is gathered is plain tensors"
     assert int(train(state, X)[0].step) == 1 and run(state.params, X, X).isfinite(), "nothing of it has done harm"
+
+
+def _put(tree: Any, name: str, x: Any) -> None:
+    tree[name] = x
+
+
+REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another shape": (
+        lambda s: _put(s.params, "w", torch.eye(5)),
+        "laid out for another step\n  opt_state.mu['w']: float32[4, 4] whole in the state, float32[5, 5]",
+    ),
+    "another dtype": (
+        lambda s: _put(s.params, "w", torch.eye(4).double()),
+        "laid out for another step\n  opt_state.mu['w']: float32[4, 4] whole in the state, f",
+    ),
+    "no leaf": (lambda s: s.params.pop("w"), "laid out for another step\n  opt_state.mu['w']: in the state, not in this step"),
+    "None": (lambda s: _put(s.params, "w", None), "laid out for another step\n  opt_state.mu['w']: in the state, not in this step"),
+    "a number": (lambda s: _put(s.params, "w", 1.0), "parameters are tensors\n  params['w']: float"),
+    "a leaf more": (lambda s: _put(s.params, "z", X), "laid out for another step\n  opt_state.mu['z']: not in the state"),
+    "no values": (lambda s: _put(s.params, "w", META["w"]), "these leaves have no values\n  params['w']: float32[4, 4] on the meta device"),
+    "expanded": (
+        lambda s: _put(s.params, "w", torch.ones(1, 4).expand(4, 4)),
+        "no memory of their own\n  params['w']: float32[4, 4], expanded\nFix: give x.clone()",
+    ),
+    "overlapping": (lambda s: _put(s.params, "w", s.params["v"].view(2, 4, 4)[1]), "no memory of their own\n  params['v'] and params['w'] share memory"),
+    "a moment of another shape": (lambda s: _put(s.opt_state.mu, "w", X), "opt_state.mu['w']: float32[2, 4] without a layout"),
+}
+
+
+def test_leaves_of_a_state_that_were_replaced(made: Any) -> None:
+    """In place, between two steps: what the step has found of the state before does not hold any more."""
+    train = made[0]
+    for name, (replace, words) in REPLACED.items():
+        state, _ = train(train.init({"w": torch.eye(4), "v": torch.ones(8, 4)}), X)
+        replace(state)
+        with pytest.raises(FzeroError) as caught:
+            train(state, X)
+        text = str(caught.value)
+        assert words in text and text.splitlines()[-1].startswith("Fix: "), f"{name}: {text}"
+    state, _ = train(train.init({"w": torch.eye(4)}), X)
+    state.params["w"] = torch.full((4, 4), 0.5)
+    assert train(state, X)[1]["loss"] == 4.0, "a value of the same kind is what it trains on with"
 
 
 def test_draws() -> None:

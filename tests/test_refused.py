@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import itertools
 import random
 import threading
@@ -197,6 +198,7 @@ def test_a_predicate_of_paths_that_accepts_none():
 
 
 OWN, NUMPY, COUNT, VALUES, MADE = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100), (float(i) for i in range(100))
+WRITTEN = io.StringIO()
 SEEN, LEFT, ARRAY, FLAG = [], [*range(100)], np.zeros(1), {"first": True}
 
 
@@ -213,6 +215,7 @@ DRAWS = {
     "COUNT: drawn from": lambda: next(COUNT),
     "VALUES: drawn from": lambda: next(VALUES),
     "MADE: drawn from": lambda: next(MADE),
+    "WRITTEN: a file that is written to or read from": lambda: print("once", file=WRITTEN) or 1.0,
     "SEEN: a list of 0 before, a list of 1 now": lambda: SEEN.append(1) or len(SEEN),
     "LEFT: ": lambda: LEFT.pop(),
     "ARRAY: ": lambda: float(ARRAY.__iadd__(1)[0]),

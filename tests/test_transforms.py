@@ -305,7 +305,7 @@ def test_an_optimizer_that_cannot_shard_names_operation_and_leaf(operation):
     with pytest.raises(FzeroTypeError) as raised:
         fz.lower(fz.shard_params(step), fz.AbstractMesh(data=2), params, batch)
     text = str(raised.value)
-    assert f"aten.{operation}" in text and "params['w']" in text and "where=" in text and "Fix:" in text
+    assert f"aten.{operation}" in text and "params['w']" in text and "test_transforms.py:" in text and "where=" in text and "Fix:" in text
     if operation in ("cumsum", "sort", "std"):
         assert "['b']" in text  # every leaf that fails is listed
     else:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero import tree
+from fzero.errors import FzeroValueError
 
 
 class Moments(NamedTuple):
@@ -146,11 +147,17 @@ def test_a_dataclass_itself_is_a_leaf():
     assert tree.leaves([Linear, 1]) == [Linear, 1]
 
 
+def raising(*args):
+    raise ValueError("of its own")
+
+
 @pytest.mark.parametrize("other", [{"a": 1, "c": 2}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, [1, 2]], ids=["names", "fewer", "more", "kind"])
 @pytest.mark.parametrize("function", [tree.map, tree.map_with_path])
 def test_trees_of_different_structure_do_not_map_together(function, other):
-    with pytest.raises(ValueError):
+    with pytest.raises(FzeroValueError, match=r"fzero.tree.map.*: the trees differ in structure\n(.*\n)+Fix: "):
         function(lambda *args: args, {"a": 1, "b": 2}, other)
+    with pytest.raises(ValueError, match="of its own"):
+        function(raising, {"a": 1, "b": 2})
 
 
 def test_select_puts_none_for_what_is_not_kept():

@@ -14,9 +14,10 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.layout import LOSS_SCALE, storage_of
+from fzero.layout import LOSS_SCALE
 from fzero.mesh import AbstractMesh
 from fzero.program import checks
+from fzero.program.aliases import Aliases
 from fzero.program.delayed import Slot
 from fzero.program.ir import Line, Program, Value
 from fzero.program.means import Means, both_ends, flatten_means, new_values, split_loss, summable
@@ -67,7 +68,7 @@ def lower_train(t: Training) -> Lowered:
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
-    lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names)
+    lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
     lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
 
     sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
@@ -117,8 +118,7 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         sums = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves, *(values[i] for i in t.averaged)]
         made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(sums), loss.count is not None, means))
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
-        own = {storage_of(x) for x in leaves.values()}  # which the step overwrites: a loss that is a part of one is not
-        return [*(x.clone() if storage_of(x) in own else x for x in map(summable, sums)), *(g for g in grads if g is not None), *agreed, seed]
+        return [*map(summable, sums), *(g for g in grads if g is not None), *agreed, seed]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
@@ -169,7 +169,7 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
     lines += body.lines
     found = [body.name[n] for n in outputs]
-    lines, found = _distinct(lines, found, outputs, names)
+    lines, found = _distinct(lines, found, outputs, names, functions)
     sums = [n for n, s in zip(found, means.summed, strict=True) if s]
     dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
     results: list[str] = []
@@ -213,12 +213,17 @@ def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Lin
     return lines, values
 
 
-def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names) -> tuple[list[Line], list[str]]:
-    """Gives each output a name of its own, where two outputs are one value or an output is an input."""
+def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions) -> tuple[list[Line], list[str]]:
+    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies in that of an input: a step overwrites
+    its state, and what it says of it is from before."""
+    aliases, within = Aliases(functions.by_name), dict[str, str]()
+    for line in lines:
+        within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
+    made = {v.name for line in lines for v in line.out}
     seen: set[str] = set()
     out = []
     for name, node in zip(found, nodes, strict=True):
-        if name in seen or node.op == "placeholder":
+        if name in seen or node.op == "placeholder" or within.get(name, name) not in made:
             value = node.meta["val"]
             lines.append(Line("cast", (name,), (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),), attrs={"dtype": value.dtype}))
             name = lines[-1].out[0].name

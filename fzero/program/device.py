@@ -19,6 +19,7 @@ from fzero.program.ordered import IN_ORDER
 from fzero.program.record import Recorded, Recorder
 from fzero.program.recurrent import LSTM
 from fzero.program.scaled import multiply, scaled_mm
+from fzero.program.storages import RESHAPING
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def by_operation(graph: Recorded) -> Callable[..., Any]:
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph.graph, env))
     for node in copy.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
+        if node.target in RESHAPING:
             node.target = aten.reshape.default
     return fx.GraphModule(dict(graph.constants), copy).forward
 

@@ -27,6 +27,7 @@ from fzero.blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.errors import FzeroTypeError, message
 from fzero.layout import shard_numel
 from fzero.program.record import Recorded
+from fzero.program.refusals import line
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 
 aten = torch.ops.aten
@@ -119,7 +120,7 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
         index: which shard is made. Only random draws need it: without it the function is the same for every rank, and each draw starts where a marker says.
 
     Raises:
-        FzeroTypeError: listing every operation that cannot run on shards, with its leaf.
+        FzeroTypeError: listing every operation that cannot run on shards, with its leaf and its line.
     """
     nodes, outputs = list(source.graph.nodes), source.outputs
     leaf: dict[fx.Node, str] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
@@ -128,7 +129,8 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, str], demand: Sequence
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
         if origin and node.op == "call_function" and not is_reduction(node):
             leaf[node] = origin
-            at_fault = None if _shardable(node) else f"{node.target} on {origin}"
+            place = node.meta.get("place")
+            at_fault = None if _shardable(node) else f"{node.target} on {origin}{f', at {line(place)}' if place else ''}"
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
             if at_fault:
                 culprit[node] = at_fault

@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.program import checks, hidden
+from fzero.program import checks, hidden, strides
 from fzero.program.ambient import without_autocast
 from fzero.program.ctc import CTC
 from fzero.program.exact_types import check_types
@@ -49,7 +49,7 @@ from fzero.program.refusals import (
 )
 from fzero.program.results import Results
 from fzero.program.settings import exact
-from fzero.program.storages import is_view
+from fzero.program.storages import RESHAPING, is_view, storage_of, writes
 
 aten = torch.ops.aten
 
@@ -64,6 +64,9 @@ _INSTEAD = {
 }
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
+
+_ON_SHARDS = {"optimizer", "init"}
+"""Whose operations are asked for their lines when they turn out not to run on shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +132,15 @@ class Recorder(compat.TorchDispatchMode):
         inputs = [x for x in self._alive if id(x) in self._nodes and self._nodes[id(x)].op == "placeholder"]
         self._of_block = [x.detach().requires_grad_(i in trained) for i, x in enumerate(inputs)]
         return self._of_block
+
+    def check_layout(self, tensor: torch.Tensor) -> None:
+        """Notes where code asks how a tensor is laid out; raises where a trace cannot tell."""
+        strides.note(self.here())
+        node = self._nodes.get(id(tensor))
+        if node is not None and strides.guessed(node):
+            text = "asks how a tensor is laid out that is made of tensors that are not contiguous, where PyTorch may lay it out otherwise than a trace says"
+            fix = "ask of x.contiguous(), or do not ask: reshape and flatten copy where they must"
+            raise TraceError(message(self.owner, text, self.here(described(tensor, self.named(tensor))), fix))
 
     def check_read(self, what: str, tensor: torch.Tensor) -> None:
         """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or where it lies."""
@@ -336,6 +348,8 @@ class Recorder(compat.TorchDispatchMode):
         if func._schema.is_mutable:
             self._write(hidden.overwritten(func, args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)
+        if self.owner in _ON_SHARDS:
+            node.meta["place"] = user_place(self._outside)
         if isinstance(out, torch.Tensor):
             self.track(out, node)
         elif isinstance(out, (tuple, list)):
@@ -571,12 +585,15 @@ class _Calls(fx.Interpreter):
     def __init__(self, graph: Recorded, calls: list[fx.Node], literals: dict[str, torch.Tensor]):
         super().__init__(torch.nn.Module(), graph=graph.graph)
         self._of, self._literals = calls, literals
+        self._written = {storage_of(n) for n in graph.graph.nodes if writes(n)}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._literals[target]
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or compat.is_operator(n.target) or n.target is operator.getitem:
+            if n.target in RESHAPING and storage_of(n) not in self._written:  # operations that replace others may lay their results out otherwise
+                return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
             return super().run_node(n)
         (_, _, *xs), _ = self.fetch_args_kwargs_from_env(n)
         return _CALL(xs, self._of.index(n))

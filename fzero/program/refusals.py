@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
-from fzero.program import checks, strides
+from fzero.program import checks
 from fzero.program.ctc import CTC_LOSS, with_tensors
 
 Place = tuple[str, int]
@@ -60,6 +60,8 @@ class Traced(Protocol):
     def backward_line(self, number: int) -> str: ...
 
     def named(self, tensor: torch.Tensor) -> str | None: ...
+
+    def check_layout(self, tensor: torch.Tensor) -> None: ...
 
     def check_read(self, what: str, tensor: torch.Tensor) -> None: ...
 
@@ -120,7 +122,7 @@ class Calls(TorchFunctionMode):
             if func in _FACTS and _asked_by_user(sys._getframe(1)):
                 self._traced.check_read(_FACTS[func], args[0])
             if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
-                strides.note(self._traced.here())
+                self._traced.check_layout(args[0])
             if func is torch.Tensor.__reduce_ex__ or (func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())):
                 raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
         if func in CTC_LOSS:

@@ -115,6 +115,12 @@ def timed(*values: Any) -> list[str]:
     return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk._names)
 
 
+class Position(NamedTuple):
+    """Where in a file the next byte is written or read."""
+
+    at: int
+
+
 def _state(x: Any) -> Hashable:
     """How far a generator of random numbers or an iterator is; None of other values."""
     numpy = sys.modules.get("numpy")
@@ -128,7 +134,7 @@ def _state(x: Any) -> Hashable:
         frame = x.gi_frame
         return frame and (frame.f_lasti, *((name, value) for name, value in frame.f_locals.items() if type(value) in (bool, int, float, str)))
     if isinstance(x, io.IOBase):
-        return x.tell() if not x.closed and x.seekable() else None
+        return Position(x.tell()) if not x.closed and x.seekable() else None
     return operator.length_hint(x, -1) if isinstance(x, Iterator) else None
 
 

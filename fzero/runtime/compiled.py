@@ -26,7 +26,7 @@ from fzero.program import strides
 from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.program.device import on_device
 from fzero.program.ir import Program
-from fzero.program.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
+from fzero.program.settings import GLOBAL_GENERATORS, Position, Settings, changes, counted, settings, timed
 from fzero.program.show import name_of
 from fzero.program.trace import Inputs
 from fzero.progress import shown
@@ -214,7 +214,7 @@ class Compiled:
                 changed.append(f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. random.Random(seed)")
             fix = (
                 "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
-                "what is only written down goes into a list"
+                "what is only written down goes into a list, or by print or a logger to the terminal"
             )
             what = f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
             raise FzeroValueError(message(self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix))
@@ -237,7 +237,7 @@ def _changed(place: str, before: Any, after: Any) -> str:
     """A number that has become another, with both; of a generator that it has drawn."""
     if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
         return f"{place}: {before[1]} before, {after[1]} after"
-    return f"{place}: drawn from"
+    return f"{place}: {'a file that is written to or read from' if isinstance(before, Position) else 'drawn from'}"
 
 
 def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:

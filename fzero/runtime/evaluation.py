@@ -62,7 +62,7 @@ class CompiledEval(Compiled):
         return lowered, built
 
     def _expect(self, params: Any) -> Inputs:
-        check_params(params)
+        check_params(params, "eval_step")
         check_values("eval_step", params=params)
         found = placed_inputs(params, self.mesh)
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +48,21 @@ def check_values(owner: str, **parts: Any) -> None:
         raise FzeroValueError(message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
 
 
+def check_memory(owner: str, **parts: Any) -> None:
+    """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
+    named = [(p, x) for role, values in parts.items() for p, x in zip(tree.paths(values, role), tree.leaves(values), strict=True)]
+    spans, wrong = [], []
+    for path, x in {id(x): (p, x) for p, x in reversed(named) if not x.is_meta and x.numel()}.values():
+        if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+            wrong.append(f"{path}: {tree.describe(x)}, expanded")
+        length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        spans.append((storage_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
+    spans.sort()
+    wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
+    if wrong:
+        raise FzeroValueError(message(owner, "a step writes its state in place, and these leaves have no memory of their own", wrong, "give x.clone()"))
+
+
 KEPT: dict[str, tuple[str, Any]] = {
     "loss_scale": (LOSS_SCALE, LossScaleState),
     "precision": (PRECISION, PrecisionState),
@@ -66,19 +83,24 @@ class Last:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
+        self._leaves: list[Any] = []  # theirs, by which it is seen that one was put in place of another
         self.begun = False  # whether they have been looked at as a training step does before their first
         self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any) -> bool:
-        return self.trees is not None and all(x is y for x, y in zip(trees, self.trees, strict=True))
+        if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
+            return False
+        leaves = tree.leaves(trees)
+        return len(leaves) == len(self._leaves) and all(map(operator.is_, leaves, self._leaves))
 
     def keep(self, inputs: Inputs, *trees: Any) -> None:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
-        self.storages = frozenset(storage_of(x) for x in tree.leaves(trees))
+        self._leaves = tree.leaves(trees)
+        self.storages = frozenset(map(storage_of, self._leaves))
 
     def let_go(self) -> None:
-        self.trees, self.storages, self._first = None, frozenset(), []
+        self.trees, self.storages, self._leaves, self._first = None, frozenset(), [], []
 
     def checked(self) -> Inputs:
         """The leaf table of the first tree; raises if they were moved since."""

@@ -12,8 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import random as fzrandom
 from fzero import tree
+from fzero.arguments import count
 from fzero.auto import check_auto
 from fzero.comm.replicas import Held, replicas_of
+from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
 from fzero.lowering import Lowered, resolve
@@ -24,7 +26,7 @@ from fzero.program.trace import Inputs
 from fzero.runtime import agree, birth, gather, profile, resting
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.safer import Safer
-from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_values, kept, placed_inputs, state_leaves
+from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_memory, check_values, kept, placed_inputs, state_leaves
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.schedule.timeline import Event
 from fzero.step import INIT_STREAM, State, Step, check_one_batch, check_params, check_state, lasting
@@ -292,7 +294,12 @@ class CompiledStep(Compiled):
             steps: of which the fastest is returned.
 
         Returns: the state after these steps, and the events of one.
+
+        Raises:
+            FzeroValueError: a number of steps below 1.
         """
+        if problems := count("steps", steps):
+            raise FzeroValueError(message("profile", "these arguments cannot work", problems, "e.g. train.profile(state, batch, steps=3)"))
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []
@@ -307,6 +314,7 @@ class CompiledStep(Compiled):
         if not self._last.holds(state.params, state.opt_state):
             check_params(state.params)
             check_values("step", params=state.params, opt_state=state.opt_state)
+            check_memory("step", params=state.params, opt_state=state.opt_state)
             found, opt = placed_inputs(state.params, self.mesh, mutable=self.step.mutates), placed_inputs(state.opt_state, self.mesh, "opt_state")
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)

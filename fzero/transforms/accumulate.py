@@ -87,8 +87,8 @@ def accumulate(step: Any = None, num_micro_batches: int | None = None, *, vertic
         FzeroTypeError: a `whole` that is no function.
         TransformError: a step of `eval_step`, which has no micro-batches.
     """
-    if isinstance(step, int):
-        step, num_micro_batches = None, step
+    if isinstance(step, (int, float, str)):
+        step, num_micro_batches = None, step  # pyright: ignore[reportAssignmentType]  # one that is no whole number is refused below
     if num_micro_batches is None or count("num_micro_batches", num_micro_batches):
         fix = "give a whole number of at least 1: fz.accumulate(4)" if num_micro_batches is None else "give a whole number of at least 1"
         raise FzeroValueError(message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix))
