@@ -49,7 +49,7 @@ from fzero.program.refusals import (
 )
 from fzero.program.results import Results
 from fzero.program.settings import exact
-from fzero.program.storages import RESHAPING, is_view, storage_of, writes
+from fzero.program.storages import is_view
 
 aten = torch.ops.aten
 
@@ -579,21 +579,25 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     return again.finish(outputs)
 
 
+AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
+"""What a graph calls instead when it is run again: there a result may have other strides than the one that was traced, and no view be had of it."""
+
+
 class _Calls(fx.Interpreter):
     """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no view."""
 
     def __init__(self, graph: Recorded, calls: list[fx.Node], literals: dict[str, torch.Tensor]):
         super().__init__(torch.nn.Module(), graph=graph.graph)
         self._of, self._literals = calls, literals
-        self._written = {storage_of(n) for n in graph.graph.nodes if writes(n)}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._literals[target]
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(AGAIN.get(target, target), args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or compat.is_operator(n.target) or n.target is operator.getitem:
-            if n.target in RESHAPING and storage_of(n) not in self._written:  # operations that replace others may lay their results out otherwise
-                return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
             return super().run_node(n)
         (_, _, *xs), _ = self.fetch_args_kwargs_from_env(n)
         return _CALL(xs, self._of.index(n))

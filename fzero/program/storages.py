@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-RESHAPING = (aten.view.default, aten._unsafe_view.default)
-"""Views that `aten.reshape` can stand for, which copies a value that is laid out so that there is no view."""
-
 
 class Output(NamedTuple):
     """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of `nbytes`."""
