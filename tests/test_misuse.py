@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "restore of no path": (lambda train, state, run: train.restore(3), "fzero.checkpoint: 3 is not a path"),
     "an evaluation of a state": (lambda train, state, run: run(state, X, X), "fzero.eval_step: takes parameters, not the State .*\nFix: give state.params"),
     "a nested tensor in a batch": (
-        lambda train, state, run: train(state, {"x": torch.nested.nested_tensor([X, X[:1]])}),
+        lambda train, state, run: train(state, {"x": torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)}),
         "a batch is a pytree of dense tensors\n  batch['x']: a nested tensor",
     ),
     "a profile of no steps": (lambda train, state, run: train.profile(state, X, steps=0), "fzero.profile: .*\n  steps=0: must be at least 1"),

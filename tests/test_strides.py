@@ -33,7 +33,6 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "channel_shuffle of channels_last": lambda p, x: (
         (F.channel_shuffle((x.view(4, 8, 6, 1).to(memory_format=torch.channels_last)), 2).permute(0, 2, 3, 1).flatten(1).view(-1, 8) @ p).square().mean()
     ),
-    "norm of a transposed tensor": lambda p, x: (x @ p).transpose(1, 2).norm(dim=1).square().mean() + (x @ p).transpose(1, 2).norm(),
     "as_strided of a result": lambda p, x: over_dim_1(x @ p).as_strided((4, 6, 4), (48, 8, 2)).square().mean(),
 }
 
