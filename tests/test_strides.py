@@ -25,6 +25,8 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
         (F.batch_norm((x @ p).transpose(1, 2), None, None, training=True).transpose(1, 2).reshape(-1, 8) @ p).square().mean()
     ),
     "layer_norm over the last but one": lambda p, x: (F.layer_norm((x @ p).transpose(1, 2), (6,)).transpose(1, 2).reshape(-1, 8) @ p).tanh().square().mean(),
+    "mse_loss of a transposed result": lambda p, x: F.mse_loss((x @ p).transpose(1, 2), x.transpose(1, 2)),
+    "norm of a transposed result": lambda p, x: (x @ p).transpose(1, 2).norm(dim=1).mean(),
     "logsigmoid": lambda p, x: F.logsigmoid((x @ p).transpose(1, 2)).transpose(1, 2).reshape(-1, 8).square().mean(),
     "channel_shuffle of channels_last": lambda p, x: (
         (F.channel_shuffle((x.view(4, 8, 6, 1).to(memory_format=torch.channels_last)), 2).permute(0, 2, 3, 1).flatten(1).view(-1, 8) @ p).square().mean()

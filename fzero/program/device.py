@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from fzero import compat
 from fzero.program.norms import NORMS
 from fzero.program.ordered import IN_ORDER
-from fzero.program.record import Recorded, Recorder
+from fzero.program.record import AGAIN, Recorded, Recorder
 from fzero.program.recurrent import LSTM
 from fzero.program.scaled import multiply, scaled_mm
 
@@ -47,8 +47,7 @@ def by_operation(graph: Recorded) -> Callable[..., Any]:
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph.graph, env))
     for node in copy.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
+        node.target = AGAIN.get(node.target, node.target)
     return fx.GraphModule(dict(graph.constants), copy).forward
 
 
@@ -92,7 +91,7 @@ def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Rec
 
     class Interpreter(fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            run: Callable[..., Any] = rules.get(target) or target
+            run: Callable[..., Any] = rules.get(target) or AGAIN.get(target, target)
             return run(*args, **kwargs)
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -570,6 +570,10 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     return again.finish(outputs)
 
 
+AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
+"""What a graph calls instead when it is run again: there a result may have other strides than the one that was traced, and no view be had of it."""
+
+
 class _Calls(fx.Interpreter):
     """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no view."""
 
@@ -579,6 +583,9 @@ class _Calls(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._literals[target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(AGAIN.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or compat.is_operator(n.target) or n.target is operator.getitem:

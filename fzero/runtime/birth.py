@@ -19,7 +19,7 @@ from fzero import compat, tree
 from fzero.layout import Leaf, granule, shard
 from fzero.mesh import Mesh
 from fzero.program.propagate import aten, constants_for_shapes, cut, propagate
-from fzero.program.record import Recorded, record
+from fzero.program.record import AGAIN, Recorded, record
 from fzero.program.segment import Part, ancestors
 from fzero.program.trace import Inputs
 from fzero.random import DERIVE
@@ -137,6 +137,9 @@ class _Run(fx.Interpreter):
         for name, value in graph.constants.items():
             setattr(constants, name, value)
         super().__init__(constants, graph=graph.graph)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(AGAIN.get(target, target), args, kwargs)
 
 
 class _Cutting(_Run):

@@ -24,11 +24,12 @@ _LONGEST_WAITS = 5
 
 
 class Table(NamedTuple):
-    """Cells with a title above them. The first column and the last are text, those between are numbers."""
+    """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all columns are text, in lines."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    prose: bool = False
 
 
 def table(plan: Plan) -> str:
@@ -68,7 +69,7 @@ def tables(plan: Plan) -> list[Table]:
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
     out.append(_assumed(plan))
     if plan.decisions:
-        out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions))
+        out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
     return out
 
 
@@ -118,12 +119,15 @@ def draw(tables: Iterable[Table], console: Console) -> None:
     from rich.text import Text
 
     width = min(_WIDTH, console.width)
-    for title, columns, rows in tables:
+    for title, columns, rows, prose in tables:
         console.print(Text(title))
         out = rich.Table(width=width)
         for i, column in enumerate(columns):
             last = i == len(columns) - 1
-            out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
+            if prose:
+                out.add_column(column, ratio=1 if last else None, max_width=None if last else _WIDTH // 3, overflow="fold")
+            else:
+                out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
         for row in rows:
             out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
         console.print(out)
