@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fzero.bounds import Least, Rests, sizes_of
-from fzero.budget import ENDS, FEW, GAIN, Budget, Choice, filling, share_of
+from fzero.budget import ENDS, FEW, GAIN, WITH_BATCH, Budget, Choice, filling, filling_host, share_of
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.program.guess import TIERS, num_guessable
 from fzero.program.ir import Program
 from fzero.progress import Progress
 from fzero.schedule.plan import Decision, Plan, peak_bytes, plan, step_seconds
+from fzero.transforms.base import find
 from fzero.transforms.offload import ROLES, Offload
+from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.remat import Remat
 from fzero.transforms.tiers import GRADS
 from fzero.units import duration, size
 from fzero.variants import Variants
@@ -257,23 +260,46 @@ class _Search:
                 self._try(*candidate, bounds[candidate])
         over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
-        for shares in sorted(over, key=lambda shares: (over[shares][1][0], over[shares][0])):
+        for shares in sorted(over, key=lambda shares: (over[shares][0], over[shares][1][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
-        problems, plans = [], list[tuple[Program, Plan]]()
+        problems, advice = [], list[str]()
         for shares in least.values():
             limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
             needs = [f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "") for where, need, limit in limits if need]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
-            if over[shares][1][0] > (self.budget.nbytes or 0):
-                way = min((way for tried, way in self.peaks if tried == shares), key=lambda way: self.peaks[shares, way])
+            if len(problems) == 1:  # the closest
+                way = min((way for tried, way in self.peaks if tried == shares), key=lambda way: self.budget.over(self.peaks[shares, way]))
                 program = self._variants(shares)(way)
-                plans.append((program, plan(program, self.budget.device, backend=self.budget.backend)))
-                problems += [f"  {line}" for line in filling(*plans[-1])]
-        fixes = ["raise a budget"] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)', "raise a budget"]
-        for program, found in plans[:1]:
-            fixes += ["shard more"] if program.mesh.size > 1 else []
-            fixes += ['keep less for the backward: fz.remat("full")'] if share_of(found, ("saved",)) > FEW else []
+                found = plan(program, self.budget.device, backend=self.budget.backend)
+                problems += [f"  {line}" for line in filling(program, found)] if self._lacking(found)[0] else []
+                problems += [f"  {line}" for line in filling_host(found)] if self._lacking(found)[1] else []
+                advice = self._advice(program, found)
+        fixes = [*([] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)']), "raise a budget"]
+        fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
         return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes)))
+
+    def _advice(self, program: Program, found: Plan) -> list[str]:
+        """What the step has not got that makes less of what fills a tier which has too little. It is not tried."""
+        device, host = self._lacking(found)
+        on_device = lambda *roles: device and share_of(found, roles) > FEW  # noqa: E731
+        grads = on_device("gradients") or (host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes)
+        precision, policy = find(program.transforms, MixedPrecision), find(program.transforms, Remat)
+        able = {
+            "more shards": device and program.mesh.size > 1,
+            'fz.remat("full")': on_device("saved") and policy not in (Remat("full"), Remat(0.0), Remat("auto")),
+            "a smaller batch": on_device(*WITH_BATCH),
+            'gradients among what "auto" may move': grads and "gradients" not in self.auto.of,
+            "fz.accumulate(n, vertical=True), so that gradients can wait on disk": grads and self.sizes.turns > 1,
+            'fz.mixed_precision("bf16", reduce="bf16"), for gradients of half the bytes': grads
+            and precision is not None
+            and (precision.compute, precision.reduce) == ("bf16", "fp32"),
+        }
+        return [what for what, helps in able.items() if helps]
+
+    def _lacking(self, found: Plan) -> tuple[bool, bool]:
+        """Whether device and host have too little."""
+        device, host, _ = self.budget.limits
+        return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
 def _kind(shares: Shares, way: Choice) -> Any:

@@ -294,9 +294,17 @@ def share_of(found: Plan, roles: Sequence[str]) -> float:
 
 def filling(program: Program, found: Plan) -> list[str]:
     """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are many."""
-    roles = [f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(found.breakdown.items(), key=lambda item: -item[1]) if n]
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
-    return [f"there: {', '.join(roles)}", *([f"gradients: {why}"] if why else [])]
+    return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
+
+
+def filling_host(found: Plan) -> list[str]:
+    """What fills the host's memory, the most first."""
+    return [f"on the host: {_listed(found.host_breakdown)}"]
+
+
+def _listed(breakdown: Mapping[str, int]) -> str:
+    return ", ".join(f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n)
 
 
 _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}

@@ -424,7 +424,7 @@ def _checked(axes: dict[str, int]) -> dict[str, int]:
     problems = [f"{name!r} is not one of {', '.join(AXES)}" for name in axes if name not in AXES]
     problems += [f"{name}={size!r}: a size is a whole number of at least 1" for name, size in axes.items() if type(size) is not int or size < 1]
     if problems:
-        raise FzeroValueError(message("mesh", "cannot make this mesh", problems, "name axes as above, e.g. data=8"))
+        raise FzeroValueError(message("mesh", "cannot make this mesh", problems, "give axes with their sizes, e.g. data=8"))
     if math.prod(axes.values()) > _MOST_DEVICES:
         raise FzeroValueError(message("mesh", f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}", fix="give axes of smaller sizes"))
     return dict(axes)

@@ -290,6 +290,8 @@ def test_wrong_targets(run, target):
 
 FLAGS = {
     ("--mesh", "data"): "data: a size is a whole number",
+    ("--mesh", "8"): "8: which axis has this size? e.g. data=8",
+    ("--mesh", "data=0"): "data=0: a size is a whole number of at least 1\nFix: e.g. --mesh data=8",
     ("--mesh", "data=8", "data=2"): "data: given twice",
     ("--mesh",): "--mesh wants axes with their sizes",
     ("--mesh", "dta=8"): "'dta' is not one of replica, data",
@@ -319,6 +321,11 @@ def test_wrong_flags(run, flags):
     code, out, err = run("plan", "targets.py:good", *flags)
     assert code == 2 and FLAGS[flags] in err and "Traceback" not in err and "said by" not in err, "told before the target runs"
     assert not out
+
+
+def test_a_pass_that_is_not_there(run):
+    code, out, err = run("show", "targets.py:good", *MESH, "--after", "sahrd")
+    assert code == 2 and not out and "--after sahrd: there is no such pass" in err and "in order: trace, fuse, copies, remat" in err and "None" not in err
 
 
 def test_no_command_and_a_wrong_one(run):

@@ -76,8 +76,12 @@ def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
     assert found.peak_bytes <= 48e6 and found.host_peak_bytes <= 84e6
     assert found.decisions[0].what == "offload" and found.decisions[0].chosen.endswith("gradients on disk")
     assert found.host_breakdown["gradients"] < 32e6 and found.disk_bytes > 64e6
-    with pytest.raises(BudgetError, match="makes the step fit"):
+    with pytest.raises(BudgetError, match="makes the step fit") as caught:
         lowered("opt_state", "params", "activations")
+    fix = str(caught.value).splitlines()[-1]
+    assert "    on the host: gradients " in str(caught.value), "what fills it most, first"
+    assert 'gradients among what "auto" may move' in fix and 'reduce="bf16"' in fix
+    assert "remat" not in fix and "vertical" not in fix, "which the step has"
 
 
 @pytest.mark.exhaustive

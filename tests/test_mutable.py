@@ -323,7 +323,7 @@ def returning(new: Any, **kwargs: Any) -> fz.Step:
             ["float64[4] for a leaf that is float32[4]", "params['bn']['n']"],
         ),
         (lambda p: ({"bn": {"mean": p["bn"]["mean"].mean(), "n": 1}},), {}, ["params['bn']['mean']: float32[] for", "params['bn']['n']: int for"]),
-        (lambda p: ({**p, "w": p["w"] + 1},), {}, ["params['w']: a new value, and `mutable` does not accept it"]),
+        (lambda p: ({**p, "w": p["w"] + 1},), {}, ["params['w']: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"]),
         (lambda p: ({**p, "ema": p["w"]},), {}, ["params['ema']: params has no such leaf"]),
         (lambda p: (), {}, ["mutable, but the loss function returned float32[]", "return (loss, new)"]),
         (lambda p: (p,), {"has_aux": True}, ["has_aux=True and mutable, but the loss function returned a tuple of 2", "return (loss, aux, new)"]),

@@ -381,6 +381,7 @@ def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None
         auto(0.05, "/scratch", host_budget=1000, disk_budget=2000)
     lines = str(caught.value).splitlines()
     assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith("Fix: raise a budget")
+    assert [i for i, line in enumerate(lines) if line.startswith("    there: ")] == [2], "what fills the device, of the closest"
     assert any(" of 1000 B" in line and " of 2.0 KiB" in line and "device " in line for line in lines)
 
 

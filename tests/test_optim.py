@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fzero as fz
 from fzero import optim, tree
 from fzero.errors import FzeroTypeError, FzeroValueError
 
@@ -557,3 +558,11 @@ def test_masks_and_labels_that_do_not_fit():
 def test_a_chain_given_another_chains_state():
     with pytest.raises(FzeroValueError, match="tuple of 1"):
         optim.chain(optim.scale(1.0), optim.trace(0.9)).update([torch.ones(1)], (optim.EmptyState(),), None)
+
+
+@pytest.mark.parametrize("rate", [lambda step: 1e-3 * min(1.0, step / 10), lambda step: 1e-3 * math.cos(step / 10)], ids=["min", "math.cos"])
+def test_a_schedule_of_python_numbers_is_told_what_to_write(rate):
+    with pytest.raises(fz.errors.TraceError) as caught:
+        fz.lower(fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(rate)), fz.AbstractMesh(data=1), {"w": torch.zeros(4, 4)}, torch.zeros(2, 4))
+    fix = str(caught.value).splitlines()[-1]
+    assert "test_optim.py" in str(caught.value) and "torch.clamp(step / 100, max=1)" in fix and "torch.cos for math.cos" in fix and "momentum" not in fix

@@ -147,7 +147,7 @@ REFUSED: dict[Callable[[Any, Any], Any], tuple[str, ...]] = {
     renormed: ("in place", "params['rows']", "max_norm=1.0"),
     batch_norm: ("in place", "params['mean']", "params['var']", "F.batch_norm(", "clones of its running statistics"),
     instance_norm: ("in place", "params['mean']", "params['var']", "F.instance_norm("),
-    trained_statistics: ("trains the running statistics", "F.batch_norm(", "mutable="),
+    trained_statistics: ("trains the running statistics", "F.batch_norm(", "mutable=", "or 'num_batches' in path"),
     gathered_statistics: ("overwrites running_mean and running_var", "torch.batch_norm_gather_stats("),
     random: ("global generator", "torch.rand(4)", "fz.random"),
 }

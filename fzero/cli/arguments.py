@@ -20,7 +20,8 @@ examples:
   fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h200 --budget 141GB
   fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
 
-exit code: 0; 1 if it does not fit the budget; 2 for flags or a target that cannot be meant""",
+exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the tracing of it failed;
+2 for flags or a target that cannot be meant""",
     "show": """
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
 from rich.console import Console
@@ -124,13 +124,15 @@ class Show(_OfTarget):
 
     flat: Annotated[bool, _FLAG] = False
     """every line, repeated layers not folded into loops"""
-    after: Annotated[Name | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
+    after: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
     """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate, hoist_updates, tiers, overlap, rename
     or pool"""
 
     def run(self) -> int:
+        if self.after not in (None, *get_args(Name)):
+            raise UsageError(message("show", f"--after {self.after}: there is no such pass", fix=f"name one of them, in order: {', '.join(get_args(Name))}"))
         lowered = self.lowered()
-        program = lowered.program if self.after is None else lowered.after(self.after)
+        program = lowered.program if self.after is None else lowered.after(cast(Name, self.after))
         text = show(program, fold=not self.flat)
         if self.json:
             print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))
@@ -157,6 +159,10 @@ class Calibrate:
             _check_files(out=self.out)
             if not 0 < self.seconds < math.inf:
                 raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
+            if self.path is not None and not self.path.is_dir():
+                raise UsageError(
+                    message("calibrate", f"--path {self.path}: there is no such directory", fix="name a directory of the disk that is to be measured")
+                )
             if self.path is not None:
                 check(self.path, SCRATCH)
         device, path = _measured(self.seconds, self.out, self.path)
@@ -249,7 +255,10 @@ def _usage() -> Iterator[None]:
 def _axes(mesh: tuple[str, ...]) -> dict[str, int]:
     """Names and sizes from `AXIS=SIZE ...`."""
     pairs = [a.partition("=") for a in mesh]
-    problems = [f"{axis}{equals}{size}: a size is a whole number" for axis, equals, size in pairs if not (axis and size.isdecimal())]
+    problems = [f"{axis}: which axis has this size? e.g. data={axis}" for axis, equals, _ in pairs if not equals and axis.isdecimal()]
+    given = [(axis, equals, size) for axis, equals, size in pairs if equals or not axis.isdecimal()]
+    wrong = [f"{axis}{equals}{size}" for axis, equals, size in given if not (axis and size.isdecimal() and int(size))]
+    problems += [f"{pair}: a size is a whole number of at least 1" for pair in wrong]
     names = [axis for axis, _, _ in pairs]
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:

@@ -86,7 +86,7 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
             problems.append(f"{path}: params has no such leaf")
         elif not mutable[i]:
             if x is not flat[i]:
-                problems.append(f"{path}: a new value, and `mutable` does not accept it")
+                problems.append(f"{path}: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`")
         elif not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (flat[i].shape, flat[i].dtype):
             problems.append(f"{path}: {tree.describe(x)} for a leaf that is {tree.describe(flat[i])}")
         elif found.setdefault(tied[i], x) is not x:

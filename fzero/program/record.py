@@ -58,6 +58,10 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
 _DEVICE = torch.ops.prim.device.default
 _VALUE = "choose with torch.where or arithmetic instead of .item(), float(), bool() or Python's if on tensors; give modules numbers (momentum=0.1, not None)"
+_VALUE_IN_UPDATE = (
+    "what a schedule and an optimizer are given are tensors, the step too: write torch.clamp(step / 100, max=1) for min(1, step / 100), "
+    "torch.cos for math.cos, torch.where for Python's if; or take a schedule of fz.optim (warmup_cosine)"
+)
 _INSTEAD = {
     aten.linalg_lstsq.default: "torch.linalg.pinv(a) @ b, or torch.linalg.solve of the normal equations",
     aten._pack_padded_sequence.default: "run the layer on the padded sequences, and mask what lies behind their ends",
@@ -334,7 +338,8 @@ class Recorder(compat.TorchDispatchMode):
             asks = asking_frame()
             place = (asks.f_code.co_filename, asks.f_lineno) if asks is not None else ("", 0)
             where = self.here(*([f"asked by {line(place)}"] if is_pytorchs(place[0]) else []))
-            raise TraceError(message(self.owner, f"{text} ({func})", where, _INSTEAD.get(func, _SHAPE if of_shape else _VALUE))) from error
+            instead = _SHAPE if of_shape else _VALUE_IN_UPDATE if self.owner == "optimizer" else _VALUE
+            raise TraceError(message(self.owner, f"{text} ({func})", where, _INSTEAD.get(func, instead))) from error
         except Exception as error:
             note(self, error, func, (args, kwargs))
             raise

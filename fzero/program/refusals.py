@@ -222,7 +222,7 @@ _REFUSED = [
     (
         "is not differentiable with respect to argument 'running_",
         "trains the running statistics of a norm",
-        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path), see docs/mutable.md",
+        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or 'num_batches' in path), see docs/mutable.md",
     ),
     ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),

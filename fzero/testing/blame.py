@@ -46,7 +46,7 @@ def blame(setting: Setting, report: Report) -> Blame:
         return replace(found, note="the first state differs: look at `init`, before any line runs")
     if isinstance(culprit, (Accumulate, Parallel)):
         if not _is_mean(s):
-            return replace(found, note=_NOT_A_MEAN)
+            return replace(found, note=_NOT_A_MEAN if s.step.mutable is None else _OF_STATISTICS)
         if all(d.ok or d.path.startswith("metrics['aux']") for d in report.differences):
             return replace(found, note=_AUX)
     line, step = first_differing(s, culprit)
@@ -54,6 +54,11 @@ def blame(setting: Setting, report: Report) -> Blame:
 
 
 _NOT_A_MEAN = "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+_OF_STATISTICS = (
+    "the loss of a batch is not the mean of its parts' losses, and there are leaves of `mutable`: a batch norm in training mode normalises each part "
+    "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process without accumulate (docs/checking.md). "
+    "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
+)
 _AUX = "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean over dim 0"
 _NO_LINE = "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
 

@@ -1,0 +1,48 @@
+"""docs/design.md is true of the package: what imports what, and which files there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import fzero
+
+PACKAGE = Path(fzero.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "design.md").read_text()
+
+
+def unit(parts: tuple[str, ...]) -> str:
+    """A folder of the package, or a file that lies in none."""
+    return f"{parts[0]}/" if (PACKAGE / parts[0]).is_dir() else parts[0]
+
+
+def rows() -> list[set[str]]:
+    table = PAGE.partition("## The pipeline, folder by folder")[2].partition("**`tree`")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [set(re.findall(r"`([^`]+)`", cell)) for cell in cells]
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """What a module imports when it runs; not what only annotations need."""
+    typed = {id(x) for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test) for x in ast.walk(n)}
+    nodes = [n for n in ast.walk(tree) if id(n) not in typed]
+    modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    for n in nodes:
+        if isinstance(n, ast.ImportFrom) and n.module:
+            modules += [f"fzero.{a.name}" for a in n.names] if n.module == "fzero" else [n.module]
+    return {unit(tuple(m.split(".")[1:])) for m in modules if m.startswith("fzero.") and not m.startswith("fzero.__")}
+
+
+def test_what_imports_what() -> None:
+    row = {name: i for i, names in enumerate(rows()) for name in names}
+    files = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
+    units = {p: unit(p.relative_to(PACKAGE).with_suffix("").parts) for p in files}
+    assert set(units.values()) == set(row), "the table has every folder, and every file that lies in none"
+    wrong = [f"{p.relative_to(PACKAGE)} imports {other}" for p in files for other in imported(ast.parse(p.read_text())) if row[other] > row[units[p]]]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_is_in_the_page() -> None:
+    files = {p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if not p.stem.startswith("__")}
+    assert not [str(p) for p in sorted(files) if f"`{p.name}`" not in PAGE and (p.parent != Path(".") or f"`{p.stem}`" not in PAGE)]
