@@ -113,12 +113,13 @@ CLOSING = (
 
 
 def _cut() -> Callable[[Program, Choice], Program]:
-    """Cuts updates; one that was cut in a program before, as it was."""
-    first: list[tuple[Program, Program]] = []
+    """Cuts updates; one that was cut before in a program whose leaves rest on the same tiers, as it was."""
+    first: dict[tuple[str, ...], tuple[Program, Program]] = {}
 
     def rewrite(program: Program, _: Choice) -> Program:
-        cut = (cut_as(program, *first[0]) if first else None) or cut_update(program)
-        first.append((program, cut))
+        tiers = tuple(leaf.layout.tier for leaf in program.leaves.values())
+        cut = (cut_as(program, *first[tiers]) if tiers in first else None) or cut_update(program)
+        first.setdefault(tiers, (program, cut))
         return cut
 
     return rewrite
