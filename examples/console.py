@@ -148,7 +148,7 @@ def exit_code(run: Callable[[], None]) -> int:
 # --- Flags ---
 
 WHOLE: dict[str, Any] = {"type": int, "metavar": "N"}
-LARGE = 1e9  # more than anyone means
+LARGE = 1e39  # more than float32 holds
 
 
 def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace], list[str]]) -> argparse.Namespace:

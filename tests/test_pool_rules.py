@@ -107,7 +107,7 @@ def test_a_value_read_after_its_bytes_were_reused(stage3: Program) -> None:
     reused = next((a, b) for i, a in enumerate(starts) for b in starts[i + 2 :] if set(a[0].into) & set(b[0].into))
     (_, wait), (start, _) = reused
     reader = next(i for i, x in enumerate(lines) if wait.out[0].name in x.args)
-    moved = replace(lines[reader], out=(), writes=(), op="cast", args=(wait.out[0].name,), attrs={"dtype": wait.out[0].dtype}, into=())
+    moved = replace(lines[reader], out=(), writes=(), op="cast", fn="", args=(wait.out[0].name,), attrs={"dtype": wait.out[0].dtype}, into=())
     moved = replace(moved, out=(replace(wait.out[0], name="late"),))
     at = next(i for i, x in enumerate(lines) if x is start) + 1
     rejects(replace(stage3, lines=(*lines[:at], moved, *lines[at:])), f"{wait.out[0].name} is read, but")
