@@ -19,8 +19,8 @@ import pytest
 import fzero as fz
 from fzero.cli import commands, main
 from fzero.cli.target import load
+from fzero.plan.devices import KNOWN, Device, Link
 from fzero.program.show import show, statements
-from fzero.schedule.devices import KNOWN, Device, Link
 
 ROOT = Path(__file__).resolve().parent.parent
 

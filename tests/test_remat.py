@@ -15,11 +15,11 @@ from models import MODELS, STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
+from fzero.passes.remat import rewrite
+from fzero.passes.split import Choices, flops_of
 from fzero.program.ir import Program
-from fzero.program.split import Choices, flops_of
-from fzero.transforms.remat import rewrite
 
-lower_file = importlib.import_module("fzero.lowering")
+lower_file = importlib.import_module("fzero.lowering.lower")
 FRACTIONS = [i / 16 for i in range(17)]
 
 
