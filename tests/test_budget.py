@@ -15,7 +15,7 @@ from test_parity import NUM_STEPS, difference, plain
 
 import fzero as fz
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.lowering.lower import variants
+from fzero.lowering import variants
 from fzero.lowering.variants import Variants
 from fzero.passes import pipeline
 from fzero.passes.choice import Choice

@@ -140,7 +140,7 @@ def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(c
     code = f"""
 import sys, torch
 from pathlib import Path
-from fzero.runtime import kernels
+from fzero.build import cpp_kernels
 from fzero.build.cache import Cache
 cache = Cache(Path({str(warm)!r}))
 for path in cache.folder.iterdir():

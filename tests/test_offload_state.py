@@ -371,7 +371,7 @@ def test_birth_on_disk_holds_one_leaf_at_a_time(tmp_path: Path, monkeypatch: pyt
     with measured() as memory:
         state = train.init(large)
     assert leaf <= memory.peak <= BOUND, "the draw, its product, and what is being written"
-    monkeypatch.setattr(init, "PART", leaf // 16)
+    monkeypatch.setattr(initialize, "PART", leaf // 16)
     for make in (PLACES["disk"](str(tmp_path)), PLACES["host"]("")):
         train = fz.compile(make(large_step()), mesh, backend="eager")
         with measured() as memory:

@@ -14,7 +14,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
-from fzero.lowering.lower import variants
+from fzero.lowering import variants
 from fzero.mesh import AbstractMesh
 from fzero.passes import pipeline
 from fzero.passes.pipeline import Pass

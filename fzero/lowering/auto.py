@@ -5,7 +5,8 @@ one. Of what is on disk a part may be on the host instead. Gradients wait on dis
 
 [Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (bounds.py): the bytes that rest,
 the gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for
-those that are expected not to fit, by what programs alike took besides the least; until none that is left can be faster, or so many lines were made that more would take too long.
+those that are expected not to fit, by what programs alike took besides the least; until none that is left can be faster, or so many lines were made
+that more would take too long.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 more than arithmetic, what functions hand to later lines lies in it too.
 
 A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from the line that first writes
-it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release] in uses.py). Regions
+it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release] in program/liveness.py). Regions
 whose times do not meet share bytes. So two blocks' gathers alternate between two places, gradients are made where they are
 reduced, and the peak is known.
 

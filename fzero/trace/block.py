@@ -130,8 +130,8 @@ _BLOCK = "_fzero_block"
 class Blocks:
     """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
 
-    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast to the dtype of its parameters where it begins, if these have one dtype.
-    With `watch` it has one output more, the largest absolute value among the others: `maxima` has that of each call, float32[].
+    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast to the dtype of its
+    parameters where it begins, if these have one dtype. With `watch` it has one output more, the largest absolute value among the others: `maxima` has that of each call, float32[].
     """
 
     def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, names: Callable[[str], str], casts: bool = False, watch: bool = False):
