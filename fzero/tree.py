@@ -11,7 +11,7 @@ import builtins
 import dataclasses
 import itertools
 import operator
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -111,9 +111,9 @@ class Contents:
     def __init__(self, *trees: Tree):
         self._views: list[Iterable[Any]] = []  # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
         self._others: list[tuple[Any, list[Any]]] = []  # containers that can be seen through optree alone, and what they held
-        for tree in trees:
-            flatten(tree)  # registers dataclasses
-            self._look(tree)
+        for node in trees:
+            flatten(node)  # registers dataclasses
+            self._look(node)
         end = object()  # a container that has become shorter or longer moves it
         self._views.append((end,))
         self._held = [x for view in self._views for x in view]
@@ -127,13 +127,13 @@ class Contents:
     def _look(self, node: Tree) -> None:
         if optree.tree_is_leaf(node, namespace=_NAMESPACE):
             return
-        if isinstance(node, dict):
+        if type(node) in (dict, OrderedDict, defaultdict):
             self._views += [node, node.values()]
-        elif isinstance(node, (list, deque)):
+        elif type(node) in (list, deque):
             self._views.append(node)
         elif type(node) in _registered and hasattr(node, "__dict__"):
             self._views.append(vars(node).values())
-        elif not isinstance(node, tuple) and node is not None:
+        elif not (node is None or type(node) is tuple or optree.is_namedtuple(node) or optree.is_structseq(node)):
             self._others.append((node, _children(node)))
         for child in _children(node):
             self._look(child)
