@@ -62,7 +62,7 @@ MOST_PROGRAMS = 16
 LOOKED_AT_EVERY = 16
 """Calls of a program after which what its functions read beside their arguments is compared; at each of as many first ones; and whenever the time since the
 last call is so long that a look takes less than `_SHARE` of it."""
-_SHARE = 0.01
+_SHARE = 0.002
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,7 +82,7 @@ class Last:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
-        self._leaves: list[Any] = []  # theirs, by which it is seen that one was put in place of another
+        self._contents = tree.Contents()  # theirs, by which it is seen that a leaf was put in place of another
         self.begun = False  # whether they have been looked at as a training step does before their first
         self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
@@ -91,16 +90,15 @@ class Last:
     def holds(self, *trees: Any) -> bool:
         if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
             return False
-        leaves = tree.leaves(trees)
-        return len(leaves) == len(self._leaves) and all(map(operator.is_, leaves, self._leaves))
+        return self._contents.same()
 
     def keep(self, inputs: Inputs, *trees: Any) -> None:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
-        self._leaves = tree.leaves(trees)
-        self.storages = frozenset(map(storage_of, self._leaves))
+        self._contents = tree.Contents(*trees)
+        self.storages = frozenset(map(storage_of, tree.leaves(trees)))
 
     def let_go(self) -> None:
-        self.trees, self.storages, self._leaves, self._first = None, frozenset(), [], []
+        self.trees, self.storages, self._contents, self._first = None, frozenset(), tree.Contents(), []
 
     def checked(self) -> Inputs:
         """The leaf table of the first tree; raises if they were moved since."""
