@@ -1,8 +1,9 @@
-"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves sharded.
+"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or
+fewer leaves sharded.
 
-The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction. A sharded parameter is
-gathered before each line that reads it and dropped after; a sharded gradient leaves as a reduce_scatter, one for all leaves of a block.
-The optimizer's update reads and writes shards.
+The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
+A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
+reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fzero.transforms.shard import Zero
 
 
 def rewrite(program: Program, zero: Zero, whole_grads: bool = False) -> Program:
-    """Spreads a base program over the mesh. `whole_grads`: over micro-batches gradients add up whole, whatever the stage, and are reduced once a step."""
+    """Spreads a base program over the mesh. `whole_grads`: over micro-batches gradients add up whole, whatever the
+    stage, and are reduced once a step."""
     return _Rewrite(program, zero, whole_grads).run() if zero.batch_axes else program
 
 
@@ -35,7 +37,9 @@ class _Rewrite:
         kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
-        self.leaf_of: dict[str, tuple[str, Line | None]] = {}  # a sharded parameter, or its cast -> the leaf and the cast
+        self.leaf_of: dict[
+            str, tuple[str, Line | None]
+        ] = {}  # a sharded parameter, or its cast -> the leaf and the cast
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
@@ -46,7 +50,9 @@ class _Rewrite:
         update = next((x for x in program.lines if x.op == "update"), None)
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
-        self.grads: dict[str, str] = {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+        self.grads: dict[str, str] = (
+            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+        )
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
         self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
@@ -56,14 +62,18 @@ class _Rewrite:
         inputs = []
         for value in self.program.inputs:
             leaf = self.program.leaves.get(value.name)
-            placement = self.local if leaf is None else Placement("shard", leaf.layout.axes) if leaf.layout.axes else WHOLE
+            placement = (
+                self.local if leaf is None else Placement("shard", leaf.layout.axes) if leaf.layout.axes else WHOLE
+            )
             self.placement[value.name] = placement
             inputs.append(replace(value, placement=placement))
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
         lines = self._lines(self.program.lines)
         outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
-        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name)
+        return replace(
+            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name
+        )
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
@@ -73,7 +83,10 @@ class _Rewrite:
         scales = [line for line in lines if line.attrs.get("scales") == "shards"]
         for line in lines:
             if (
-                line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
+                line.op == "cast"
+                and line.args[0] in self.leaf_of
+                and line.out[0].name not in self.sums
+                and "micro" not in line.attrs
             ):  # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
@@ -87,7 +100,9 @@ class _Rewrite:
             elif line.attrs.get("scales") == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get("of_sums"):  # reads what the ranks' sums add up to; any other line reads this rank's own
+                if line.attrs.get(
+                    "of_sums"
+                ):  # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
                 out += [*gathers, self._placed(new)]
@@ -132,8 +147,17 @@ class _Rewrite:
         handle, calls, whole = self._handle("reduce"), list[Line](), [v for line in lines for v in line.out]
         for line in lines:
             held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
-            parts = tuple(replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes, by="max")) for v in line.out)
-            calls.append(replace(line, fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)), out=parts))
+            parts = tuple(
+                replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes, by="max"))
+                for v in line.out
+            )
+            calls.append(
+                replace(
+                    line,
+                    fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)),
+                    out=parts,
+                )
+            )
         parts = tuple(v.name for line in calls for v in line.out)
         self.placement.update((v.name, WHOLE) for v in whole)
         start = Line("all_reduce_start", parts, (handle,), attrs={"axes": self.axes, "op": "max"}, by="fp8")
@@ -161,7 +185,12 @@ class _Rewrite:
             path, cast = self.leaf_of[a]
             leaf = self.program.leaves[path]
             if cast is not None:
-                value = Value(self.names(f"{identifier(path)}_shard"), leaf.shape, cast.out[0].dtype, Placement("shard", self.axes))
+                value = Value(
+                    self.names(f"{identifier(path)}_shard"),
+                    leaf.shape,
+                    cast.out[0].dtype,
+                    Placement("shard", self.axes),
+                )
                 lines.append(replace(cast, out=(value,)))
                 shards.append(value.name)
             else:
@@ -194,7 +223,8 @@ class _Rewrite:
         return replace(line, out=tuple(out), attrs=attrs)
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
-        """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must not pile up whole."""
+        """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
+        not pile up whole."""
         leaf = {n: self.program.leaves[self.grads[n]] for n in names}
         if not self.totals:
             scatter = [n for n in names if self.zero.opt_state(leaf[n])]
@@ -204,19 +234,30 @@ class _Rewrite:
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
-        return [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
+        return (
+            [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
+        )
 
     def _accumulate(self, name: str, total: str, op: str = "sum") -> Line:
         self.placement[total] = self.placement[name]
-        return Line("accumulate", (name,), (replace(self.values[total], placement=self.placement[name]),), attrs={"op": op}, by="accumulate")
+        return Line(
+            "accumulate",
+            (name,),
+            (replace(self.values[total], placement=self.placement[name]),),
+            attrs={"op": op},
+            by="accumulate",
+        )
 
     def _after_loop(self) -> list[Line]:
-        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the rest over all. Once a step."""
+        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the
+        rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
-        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce([self.totals[m] for m in self.maxima], op="max")
+        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce(
+            [self.totals[m] for m in self.maxima], op="max"
+        )
         for names in groups.values():
             shards = [n for n in names if self.placement[self.totals[n]].axes]
             scatter = [n for n in names if n not in shards and self.zero.opt_state(self.program.leaves[self.grads[n]])]
@@ -238,7 +279,10 @@ class _Rewrite:
         if not names:
             return []
         handle = self._handle("scatter")
-        out = [replace(self.values[n], name=self.names(f"{n}_shard"), placement=Placement("shard", self.axes, self.others)) for n in names]
+        out = [
+            replace(self.values[n], name=self.names(f"{n}_shard"), placement=Placement("shard", self.axes, self.others))
+            for n in names
+        ]
         lines = [
             Line("reduce_scatter_start", tuple(names), (handle,), attrs={"axes": self.axes, "op": "sum"}, by=self.by),
             Line("wait", (handle.name,), tuple(out), by=self.by),
@@ -257,8 +301,13 @@ class _Rewrite:
             axis = left.pop(0)
             handle = self._handle("reduce")
             sources = tuple(current.values())
-            out = [replace(self.values[s], name=self.names(f"{n}_sum"), placement=self.placement[s].left(left)) for n, s in current.items()]
-            lines.append(Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel"))
+            out = [
+                replace(self.values[s], name=self.names(f"{n}_sum"), placement=self.placement[s].left(left))
+                for n, s in current.items()
+            ]
+            lines.append(
+                Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel")
+            )
             lines.append(Line("wait", (handle.name,), tuple(out), by="data_parallel"))
             for n, v in zip(names, out, strict=True):
                 self.placement[v.name], self.values[v.name], current[n] = v.placement, v, v.name
@@ -274,7 +323,9 @@ class _Rewrite:
         for path in line.args:
             leaf = self.program.leaves.get(path)
             if leaf is not None and leaf.role == "params" and not leaf.layout.axes and zero.opt_state(leaf):
-                value = Value(self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, Placement("shard", self.axes))
+                value = Value(
+                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, Placement("shard", self.axes)
+                )
                 before.append(Line("take_shard", (path,), (value,), attrs={"axes": self.axes}, by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
@@ -287,7 +338,15 @@ class _Rewrite:
         for paths in groups.values():
             handle = self._handle("gather")
             values = [replace(self.values[p], name=self.names(f"{identifier(p)}_new")) for p in paths]
-            out.append(Line("all_gather_start", tuple(rename[p] for p in paths), (handle,), attrs={"axes": self.axes}, by=self.by))
+            out.append(
+                Line(
+                    "all_gather_start",
+                    tuple(rename[p] for p in paths),
+                    (handle,),
+                    attrs={"axes": self.axes},
+                    by=self.by,
+                )
+            )
             out.append(Line("wait", (handle.name,), tuple(values), by=self.by))
             out.append(Line("assign", (*paths, *(v.name for v in values)), writes=tuple(paths), by=self.by))
         return out
