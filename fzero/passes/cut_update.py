@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from fzero.layout import TIERS
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
+from fzero.program.attrs import Attrs, CastAttrs, DrawAttrs, Over, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
@@ -47,16 +48,17 @@ class _Cutter:
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
-        update = next(line for line in program.lines if line.op == "update")
+        update = program.update
+        assert update is not None
         self.line = update
         shards = next((v.placement.axes for a in update.args if (v := self.values[a]).placement.kind == "shard"), ())
         self.axes = shards
         size = program.mesh.axis_size(shards) if shards else 1
-        source: Recorded = update.attrs["graph"]
+        source: Recorded = update.attrs.graph
         places = source.inputs
         named = {
-            **update.attrs.get("leaf", {}),
-            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()},
+            **update.attrs.leaf,
+            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()},
         }
         sharded = {
             p: named.get(a, a)
@@ -67,7 +69,7 @@ class _Cutter:
         self.graph = propagate(source, sharded, demand, size, "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
-        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
+        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
         self._copy_moved()
@@ -122,8 +124,8 @@ class _Cutter:
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
-        grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
-        aliases = self.line.attrs.get("leaf", {})
+        grads = {g: leaf for leaf, g in self.line.attrs.grads.items()}
+        aliases = self.line.attrs.leaf
         for place in self.places:
             name = self.name[place]
             leaf = aliases.get(name, grads.get(name, name))
@@ -211,7 +213,7 @@ class _Cutter:
                         "num_valid",
                         (),
                         node,
-                        attrs={"shape": node.args[0], "axes": self.axes},
+                        attrs=ShardOfAttrs(shape=node.args[0], axes=self.axes),  # type: ignore[arg-type]
                         placement=Placement("local", self.axes),
                     )
                 elif node.target is draw_start:
@@ -221,7 +223,7 @@ class _Cutter:
                         "draw_start",
                         (),
                         node,
-                        {"base": base, "shape": shape, "axes": axes},
+                        DrawAttrs(base=base, shape=shape, axes=axes),  # type: ignore[arg-type]
                         Placement("local", axes) if axes else WHOLE,
                     )
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
@@ -252,7 +254,9 @@ class _Cutter:
         for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
             if self.name[node] == value.name:
                 continue
-            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}, by="optimizer"))
+            self.lines.append(
+                Line("cast", (self.name[node],), (value,), attrs=CastAttrs(dtype=value.dtype), by="optimizer")
+            )
 
     def _scalar_name(self, node: fx.Node) -> str:
         """A metric's own name, or the next number."""
@@ -311,14 +315,14 @@ class _Cutter:
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
         shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, {"axes": self.axes}, Placement("shard", self.axes), shape)
+        self._line("take_shard", (self.name[source],), node, Over(axes=self.axes), Placement("shard", self.axes), shape)
 
     def _line(
         self,
         op: str,
         args: tuple[str, ...],
         node: fx.Node,
-        attrs: dict[str, object],
+        attrs: Attrs,
         placement: Placement = WHOLE,
         shape: tuple[int, ...] | None = None,
     ) -> None:
@@ -346,7 +350,13 @@ class _Cutter:
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
                 self.lines.append(
-                    Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer")
+                    Line(
+                        "all_reduce_start",
+                        args,
+                        (handle,),
+                        attrs=ReduceAttrs(axes=(axis,), reduction=op),
+                        by="optimizer",
+                    )
                 )
                 out = []
                 for node in group:

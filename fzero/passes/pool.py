@@ -44,7 +44,7 @@ class _Placer:
             uses.waits,
         )
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs["axes"] for line in self._with("scatter").values() for a in line.args}
+        self.scattered = {a: line.axes for line in self._with("scatter").values() for a in line.args}
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
@@ -96,7 +96,7 @@ class _Placer:
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
         if number in self.uses.together.values():
-            line = replace(line, attrs={**line.attrs, "together": True})
+            line = line.saying(together=True)
         if slots is None:
             return line
         size = self.mesh.axis_size
@@ -159,7 +159,7 @@ class _Placer:
         )
 
     def _gather(self, number: int, line: Line) -> None:
-        region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
+        region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         slots = [region.add(self._padded(v, axes), v) for v in outs]
         begins = number
@@ -178,7 +178,7 @@ class _Placer:
         self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
 
     def _scatter(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
         wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
@@ -192,7 +192,7 @@ class _Placer:
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _reduce(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         source = self._region()
         packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL

@@ -16,6 +16,7 @@ import torch
 
 from fzero.layout import Leaf
 from fzero.precision.fp8_gather import on_shards
+from fzero.program.attrs import AddAttrs, CallAttrs, GatherAttrs, JoinAttrs, Over, ReduceAttrs, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
@@ -34,7 +35,7 @@ class _Rewrite:
         self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
         self.others = tuple(a for a in zero.batch_axes if a not in self.axes)
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
+        kept = {line.fn for line, _ in program.walk() if line.scales != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         self.leaf_of: dict[
@@ -47,16 +48,18 @@ class _Rewrite:
         self.by = max((r for r in zero.records), key=lambda r: r.stage).name
         self.local = Placement("local", zero.batch_axes)
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
-        update = next((x for x in program.lines if x.op == "update"), None)
+        update = program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads: dict[str, str] = (
-            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs.grads.items()}
         )
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
-        self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
-        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
-        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs["maxima"]]
+        self.of_maxima = {
+            a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
+        }
+        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
+        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
 
     def run(self) -> Program:
         inputs = []
@@ -80,13 +83,13 @@ class _Rewrite:
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.attrs.get("scales") == "shards"]
+        scales = [line for line in lines if line.scales == "shards"]
         for line in lines:
             if (
                 line.op == "cast"
                 and line.args[0] in self.leaf_of
                 and line.out[0].name not in self.sums
-                and "micro" not in line.attrs
+                and line.micro is None
             ):  # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
@@ -97,11 +100,11 @@ class _Rewrite:
                 out += self._after_loop()
             elif line.op == "update":
                 out += self._update(line)
-            elif line.attrs.get("scales") == "shards":
+            elif line.scales == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get(
-                    "of_sums"
+                if (
+                    isinstance(line.attrs, CallAttrs) and line.attrs.of_sums
                 ):  # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
@@ -160,7 +163,7 @@ class _Rewrite:
             )
         parts = tuple(v.name for line in calls for v in line.out)
         self.placement.update((v.name, WHOLE) for v in whole)
-        start = Line("all_reduce_start", parts, (handle,), attrs={"axes": self.axes, "op": "max"}, by="fp8")
+        start = Line("all_reduce_start", parts, (handle,), attrs=ReduceAttrs(axes=self.axes, reduction="max"), by="fp8")
         return [*calls, start, Line("wait", (handle.name,), tuple(whole), by="fp8")]
 
     def _keep(self, args: Iterable[str]) -> list[Line]:
@@ -197,7 +200,7 @@ class _Rewrite:
                 shards.append(path)
             out.append(Value(self.names(identifier(path)), leaf.shape, self.values[a].dtype))
         handle = self._handle("gather")
-        lines.append(Line("all_gather_start", tuple(shards), (handle,), attrs={"axes": self.axes}, by=self.by))
+        lines.append(Line("all_gather_start", tuple(shards), (handle,), attrs=GatherAttrs(axes=self.axes), by=self.by))
         lines.append(Line("wait", (handle.name,), tuple(out), by=self.by))
         for v in out:
             self.placement[v.name] = WHOLE
@@ -219,8 +222,8 @@ class _Rewrite:
             placement = Placement(partial=self.zero.batch_axes, by=by) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
-        attrs = {**line.attrs, "axes": self.zero.batch_axes} if line.op == "part_index" else line.attrs
-        return replace(line, out=tuple(out), attrs=attrs)
+        line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
+        return replace(line, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
         """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
@@ -244,7 +247,7 @@ class _Rewrite:
             "accumulate",
             (name,),
             (replace(self.values[total], placement=self.placement[name]),),
-            attrs={"op": op},
+            attrs=JoinAttrs(reduction=op),
             by="accumulate",
         )
 
@@ -284,7 +287,13 @@ class _Rewrite:
             for n in names
         ]
         lines = [
-            Line("reduce_scatter_start", tuple(names), (handle,), attrs={"axes": self.axes, "op": "sum"}, by=self.by),
+            Line(
+                "reduce_scatter_start",
+                tuple(names),
+                (handle,),
+                attrs=ReduceAttrs(axes=self.axes, reduction="sum"),
+                by=self.by,
+            ),
             Line("wait", (handle.name,), tuple(out), by=self.by),
         ]
         for n, v in zip(names, out, strict=True):
@@ -306,7 +315,13 @@ class _Rewrite:
                 for n, s in current.items()
             ]
             lines.append(
-                Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel")
+                Line(
+                    "all_reduce_start",
+                    sources,
+                    (handle,),
+                    attrs=ReduceAttrs(axes=(axis,), reduction=op),
+                    by="data_parallel",
+                )
             )
             lines.append(Line("wait", (handle.name,), tuple(out), by="data_parallel"))
             for n, v in zip(names, out, strict=True):
@@ -326,15 +341,16 @@ class _Rewrite:
                 value = Value(
                     self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, Placement("shard", self.axes)
                 )
-                before.append(Line("take_shard", (path,), (value,), attrs={"axes": self.axes}, by=self.by))
+                before.append(Line("take_shard", (path,), (value,), attrs=Over(axes=self.axes), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
                 if path in line.writes:
                     groups[self._owner(path)].append(path)
-        grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
-        totals = {kind: tuple(self.renamed.get(name, name) for name in line.attrs[kind]) for kind in ("sums", "maxima")}
-        attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
-        out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
+        said = line.says(UpdateAttrs)
+        grads = {leaf: self.renamed.get(g, g) for leaf, g in said.grads.items()}
+        sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
+        update = line.rename(rename).saying(grads=grads, sums=sums, maxima=maxima, leaf=aliases)
+        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
             handle = self._handle("gather")
             values = [replace(self.values[p], name=self.names(f"{identifier(p)}_new")) for p in paths]
@@ -343,7 +359,7 @@ class _Rewrite:
                     "all_gather_start",
                     tuple(rename[p] for p in paths),
                     (handle,),
-                    attrs={"axes": self.axes},
+                    attrs=GatherAttrs(axes=self.axes),
                     by=self.by,
                 )
             )
