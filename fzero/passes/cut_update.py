@@ -56,10 +56,7 @@ class _Cutter:
         size = program.mesh.axis_size(shards) if shards else 1
         source: Recorded = update.attrs.graph
         places = source.inputs
-        named = {
-            **update.attrs.leaf,
-            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()},
-        }
+        named = {**update.attrs.leaf, **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()}}
         sharded = {
             p: named.get(a, a)
             for p, a in zip(places, update.args, strict=True)
@@ -117,9 +114,8 @@ class _Cutter:
                 for arg in node.all_input_nodes:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
-        for target, node in zip(
-            self.line.writes, self.outputs, strict=False
-        ):  # a leaf belongs to its new value, though it may not read it
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            # a leaf belongs to its new value, though it may not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
