@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero import compat, random
 from fzero.errors import FzeroError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
@@ -177,6 +177,7 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job
         num_outputs=len(function.graph.outputs),
         writes=function.writes,
         into=tuple(function.into),
+        intertwined=any(n.target in random.DECOMPOSITIONS for n in function.graph.graph.nodes),
     )
 
 

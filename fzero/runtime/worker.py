@@ -40,6 +40,7 @@ class Job:
     num_outputs: int
     writes: tuple[int, ...]
     into: tuple[int, ...]
+    intertwined: bool = False  # see `compat.inductor_lower`
 
 
 class Failed(Exception):
@@ -133,7 +134,7 @@ def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: 
     for job in jobs:
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]  # never read
         try:
-            lowered = compat.inductor_lower(sent.restored(job.graph), examples, trust_cpu)
+            lowered = compat.inductor_lower(sent.restored(job.graph), examples, trust_cpu, job.intertwined)
             plain[job.key] = kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except kernels.NotPlain as reason:
             skipped[job.name] = str(reason)
