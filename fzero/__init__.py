@@ -1,6 +1,7 @@
 """fzero: a JAX-style functional sharding framework for PyTorch.
 
-Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
+Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you
+can print.
 
 A name is imported when it is first used: `import fzero` itself loads neither PyTorch nor anything else.
 """
@@ -10,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fzero import checkpoint, data, errors, optim, random, testing, tree
-    from fzero.lowering import Lowered, lower
+    from fzero.build.build import has_compiler
+    from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.optim.loss_scale import LossScale
-    from fzero.program.block import block
+    from fzero.plan.plan import fits
     from fzero.program.show import show
-    from fzero.runtime.build import has_compiler
     from fzero.runtime.compile import compile
     from fzero.runtime.evaluation import CompiledEval
-    from fzero.runtime.move import move
     from fzero.runtime.training import CompiledStep
-    from fzero.schedule.plan import fits
+    from fzero.state.move import move
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
+    from fzero.trace.block import block
     from fzero.transforms.accumulate import accumulate
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
@@ -37,24 +38,24 @@ _HOME = {
     "CompiledStep": "runtime.training",
     "EvalStep": "step",
     "LossScale": "optim.loss_scale",
-    "Lowered": "lowering",
+    "Lowered": "lowering.lower",
     "Mesh": "mesh",
     "State": "step",
     "Step": "step",
     "accumulate": "transforms.accumulate",
-    "block": "program.block",
+    "block": "trace.block",
     "close_mesh": "mesh",
     "compile": "runtime.compile",
     "compose": "step",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
-    "fits": "schedule.plan",
+    "fits": "plan.plan",
     "fp8": "transforms.fp8",
-    "has_compiler": "runtime.build",
-    "lower": "lowering",
+    "has_compiler": "build.build",
+    "lower": "lowering.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
-    "move": "runtime.move",
+    "move": "state.move",
     "offload": "transforms.offload",
     "remat": "transforms.remat",
     "shard_grads": "transforms.shard",
@@ -64,7 +65,7 @@ _HOME = {
     "train_step": "step",
     "weighted": "step",
 }
-"""Where each public name is that is no module."""
+"""The module that defines each public name; a name that is not here is a module itself."""
 
 __all__ = [
     "AbstractMesh",
@@ -114,7 +115,9 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise importlib.import_module("fzero.errors").no_attribute(__name__, name, __all__)
     home = _HOME.get(name)
-    found = getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
+    found = (
+        getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
+    )
     globals()[name] = found
     return found
 

@@ -1,4 +1,5 @@
-"""A memory budget: the plan fits it, the step is still the plain one, more memory is never predicted to be slower, and what cannot fit says so."""
+"""A memory budget: the plan fits it, the step is still the plain one, more memory is never predicted to be slower, and
+what cannot fit says so."""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ from models import MODELS, OPTIMIZERS
 from test_parity import NUM_STEPS, difference, plain
 
 import fzero as fz
-from fzero import pipeline, variants
-from fzero.budget import Choice
 from fzero.errors import BudgetError, FzeroValueError
+from fzero.lowering import variants
+from fzero.lowering.variants import Variants
+from fzero.passes import pipeline
+from fzero.passes.choice import Choice
+from fzero.passes.cut_update import cut_update
+from fzero.passes.overlap import Order, coalescable, overlap, sharable
+from fzero.passes.reuse_cut import cut_as
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
-from fzero.program.splice import cut_as
-from fzero.program.update import cut_update
-from fzero.schedule.check import check
-from fzero.schedule.order import Order, coalescable, order, sharable
-from fzero.variants import Variants
+from fzero.program.verify_pool import check
 
-lower_file = importlib.import_module("fzero.lowering")
+lower_file = importlib.import_module("fzero.lowering.lower")
 
 MESH = fz.AbstractMesh(data=2)
 
@@ -37,11 +39,22 @@ def make(accumulate: int = 2) -> fz.Step:
 
 
 def batch(size: int) -> Any:
-    return fz.tree.map(lambda x: torch.empty(x.shape[0] // size, *x.shape[1:], dtype=x.dtype, device="meta"), next(iter(models.batches(1))))
+    return fz.tree.map(
+        lambda x: torch.empty(x.shape[0] // size, *x.shape[1:], dtype=x.dtype, device="meta"),
+        next(iter(models.batches(1))),
+    )
 
 
 def lower(budget: int | None, size: int = 2) -> fz.Lowered:
-    return fz.lower(make(), fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size), memory_budget=budget, device="cpu", backend="eager")
+    return fz.lower(
+        make(),
+        fz.AbstractMesh(data=size),
+        MODELS["gpt"].init,
+        batch(size),
+        memory_budget=budget,
+        device="cpu",
+        backend="eager",
+    )
 
 
 lowered = functools.cache(lower)
@@ -50,8 +63,12 @@ lowered = functools.cache(lower)
 @functools.cache
 def span(size: int = 2) -> tuple[int, int]:
     """Peaks with as little memory as can be, and with as much as is of use."""
-    step = fz.remat(fz.compose(fz.shard_params(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), 0.0)
-    least = fz.lower(step, fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size)).plan_on("cpu", "eager").peak_bytes
+    step = fz.remat(
+        fz.compose(fz.shard_params(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), 0.0
+    )
+    least = (
+        fz.lower(step, fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size)).plan_on("cpu", "eager").peak_bytes
+    )
     return least, lowered(1 << 30, size).plan.peak_bytes
 
 
@@ -67,7 +84,11 @@ def test_what_a_large_budget_chooses() -> None:
     found = lowered(1 << 30)
     assert found.choice.remat == 1.0 and found.choice.whole_grads and found.choice.order.shared > 0
     gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
-    assert len(gathers) <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"]) - found.choice.order.shared
+    assert (
+        len(gathers)
+        <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"])
+        - found.choice.order.shared
+    )
 
 
 def test_the_plan_says_what_was_decided_and_why() -> None:
@@ -75,7 +96,10 @@ def test_the_plan_says_what_was_decided_and_why() -> None:
     small, large = (next(d for d in lowered(n).plan.decisions if d.what == "gradients") for n in (least, 1 << 30))
     assert small.chosen == "shards" and "more than the budget" in small.why
     assert large.chosen == "whole" and "a step faster than shards" in large.why
-    assert "a step faster than shards" in str(lowered(1 << 30).plan) and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    assert (
+        "a step faster than shards" in str(lowered(1 << 30).plan)
+        and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    )
     (free,) = lowered(None).plan.decisions
     assert free.chosen == "shards" and "no budget" in free.why
     step = fz.compose(fz.data_parallel(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
@@ -91,7 +115,14 @@ def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:
         for data in models.batches(NUM_STEPS):
             state, metrics = train(state, models.part(data, mesh))
             losses.append(metrics["loss"])
-        out.append({"losses": torch.stack(losses), "state": train.gather(state), "program": str(train.program), "peak": train.plan.peak_bytes})
+        out.append(
+            {
+                "losses": torch.stack(losses),
+                "state": train.gather(state),
+                "program": str(train.program),
+                "peak": train.plan.peak_bytes,
+            }
+        )
     return out
 
 
@@ -112,9 +143,22 @@ def test_a_budget_that_nothing_fits() -> None:
     least, _ = span()
     step = fz.accumulate(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()), 2)
     with pytest.raises(BudgetError) as caught:
-        fz.lower(fz.data_parallel(step), MESH, MODELS["gpt"].init, batch(2), memory_budget=least, device="cpu", backend="eager")
+        fz.lower(
+            fz.data_parallel(step),
+            MESH,
+            MODELS["gpt"].init,
+            batch(2),
+            memory_budget=least,
+            device="cpu",
+            backend="eager",
+        )
     text = str(caught.value)
-    assert "bytes) more than" in text and "at: " in text and "with fz.shard_grads(axis='data'): " in text and text.splitlines()[-1].startswith("Fix: ")
+    assert (
+        "bytes) more than" in text
+        and "at: " in text
+        and "with fz.shard_grads(axis='data'): " in text
+        and text.splitlines()[-1].startswith("Fix: ")
+    )
 
 
 def test_a_state_that_does_not_fit_is_not_made() -> None:
@@ -146,7 +190,9 @@ def test_an_update_that_reads_other_values_is_cut_anew() -> None:
         found: list[Program] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "cut_update", lambda program: found.append(program) or cut_update(program))
-            fz.lower(transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2))
+            fz.lower(
+                transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2)
+            )
         return found[0], cut_update(found[0])
 
     sharded, whole = spread_and_cut(fz.shard_params()), spread_and_cut(fz.data_parallel())
@@ -190,33 +236,47 @@ def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
 
 def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
     pairs = sharable(unordered)
-    assert len(pairs) == 2  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
-    shared = order(unordered, Order(shared=1))
+    assert (
+        len(pairs) == 2
+    )  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
+    shared = overlap(unordered, Order(shared=1))
     assert len(starts(shared)) == len(starts(unordered)) - 1
-    assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {x.out[0].name for x in starts(shared)}
+    assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {
+        x.out[0].name for x in starts(shared)
+    }
 
 
 def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
-    together = order(unordered, Order(coalesced=1 << 30))
+    together = overlap(unordered, Order(coalesced=1 << 30))
     for op in ("all_gather_start", "reduce_scatter_start"):
         size = lambda line, values: sum(values[a].nbytes for a in line.args)  # noqa: E731
         before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
         assert sum(before) == sum(after) and max(after) <= max(before)
-    assert len(starts(order(unordered, Order(coalesced=1)))) == len(starts(unordered))
+    assert len(starts(overlap(unordered, Order(coalesced=1)))) == len(starts(unordered))
 
 
 def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
-    sent = [transfer_bytes(x, unordered.values_by_name, MESH) for op in ("all_gather_start", "reduce_scatter_start") for x in starts(unordered, op)]
+    sent = [
+        transfer_bytes(x, unordered.values_by_name, MESH)
+        for op in ("all_gather_start", "reduce_scatter_start")
+        for x in starts(unordered, op)
+    ]
     assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
-    assert order(unordered, Order(coalesced=min(sent) + 1)).lines == order(unordered).lines
+    assert overlap(unordered, Order(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> None:
-    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program verifies."""
-    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]()))
+    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program
+    verifies."""
+    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(
+        fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]())
+    )
     batch = models.meta_part(models.batches(1, size=16)[0], 4)
-    assert fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes > 0
+    assert (
+        fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes
+        > 0
+    )
 
 
 def test_gathers_start_further_ahead(unordered: Program) -> None:
@@ -233,5 +293,5 @@ def test_gathers_start_further_ahead(unordered: Program) -> None:
     counts = []
     for ahead in (1, 2):
         before: list[Any] = []
-        counts.append(first_start_after(order(unordered, Order(ahead=ahead)), 1))
+        counts.append(first_start_after(overlap(unordered, Order(ahead=ahead)), 1))
     assert counts[1] > counts[0]

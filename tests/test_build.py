@@ -1,4 +1,5 @@
-"""Compiled functions: made once, kept on disk, divided among ranks; and what happens when a file, a rank or a compiler fails."""
+"""Compiled functions: made once, kept on disk, divided among ranks; and what happens when a file, a rank or a compiler
+fails."""
 
 from __future__ import annotations
 
@@ -23,20 +24,22 @@ from pool import ending
 
 import fzero as fz
 from fzero import compat, random
+from fzero.build import build as building
+from fzero.build import cache as caching
+from fzero.build import cpp_kernels, graph_pickle, worker
+from fzero.build.cache import Cache, Entry, open_cache
 from fzero.errors import FzeroError, FzeroValueError
-from fzero.program.device import on_host, substituted
 from fzero.program.ir import Function
-from fzero.program.record import Recorded, record
-from fzero.runtime import build as building
-from fzero.runtime import cache as caching
-from fzero.runtime import kernels, sent, worker
-from fzero.runtime.cache import Cache, Entry, open_cache
+from fzero.trace.device import on_host, substituted
+from fzero.trace.record import Recorded, record
 
 CPU = torch.device("cpu")
 N = 48  # more than 1024 elements in a square: a function worth compiling
 
 
-def function(name: str, fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Function:
+def function(
+    name: str, fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Function:
     """A function of tensors of these shapes, as a program holds it."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [torch.empty(s, dtype=dtype) for s in shapes]
@@ -53,7 +56,11 @@ def literal(x):
 
 def functions() -> dict[str, Function]:
     """One with two results, the same with a buffer for the second, one that reads a literal."""
-    made = [function("several", several, (N, N), (N, N)), function("into", several, (N, N), (N, N), into=(1,)), function("literal", literal, (N, N))]
+    made = [
+        function("several", several, (N, N), (N, N)),
+        function("into", several, (N, N), (N, N), into=(1,)),
+        function("literal", literal, (N, N)),
+    ]
     return {f.name: f for f in made}
 
 
@@ -126,9 +133,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_what_is_compiled_is_kept_for_its_owner(cold):
     cache, seen = cold
-    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {name for *_, name in seen} == {*functions(), "halves"}
+    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {
+        name for *_, name in seen
+    } == {*functions(), "halves"}
     entries = sorted((cache / "functions").iterdir())
-    assert len(entries) == 4 and {p.suffix for p in entries} == {".so"} and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+    assert (
+        len(entries) == 4
+        and {p.suffix for p in entries} == {".so"}
+        and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+    )
     assert stat.S_IMODE((cache / "functions").stat().st_mode) == 0o700
 
 
@@ -140,11 +153,11 @@ def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(c
     code = f"""
 import sys, torch
 from pathlib import Path
-from fzero.runtime import kernels
-from fzero.runtime.cache import Cache
+from fzero.build import cpp_kernels
+from fzero.build.cache import Cache
 cache = Cache(Path({str(warm)!r}))
 for path in cache.folder.iterdir():
-    kernels.function_of("any", cache.read(path.stem).text, kernels.load_library(path), [])
+    cpp_kernels.function_of("any", cache.read(path.stem).text, cpp_kernels.load_library(path), [])
 print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx", "sympy"}} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -176,30 +189,40 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 """Returns once the same kernel has begun in another thread."""
 
 
-def library(path: Path, *made: kernels.Kernel) -> Path:
-    path.write_bytes(worker._compile_cpp(kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
+def library(path: Path, *made: cpp_kernels.Kernel) -> Path:
+    path.write_bytes(
+        worker._compile_cpp(
+            cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
+        )
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def meeting(tmp_path_factory) -> Path:
-    return library(tmp_path_factory.mktemp("kernels") / "kernels.so", kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")))
+    return library(
+        tmp_path_factory.mktemp("kernels") / "kernels.so",
+        cpp_kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")),
+    )
 
 
 @pytest.fixture
 def meet(meeting) -> Any:
-    return kernels.load_library(meeting).kernel_0  # type: ignore[attr-defined]
+    return cpp_kernels.load_library(meeting).kernel_0  # type: ignore[attr-defined]
 
 
 def test_libraries_loaded_again_keep_their_own_kernels(meeting, tmp_path):
-    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
+    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file
+    for the module loaded last."""
     kernel = 'extern "C" void kernel(int64_t* x) { *x += %d; }'
-    paths = meeting, library(tmp_path / "kernels.so", *(kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
-    first = [kernels.load_library(p) for p in paths]
-    again = [kernels.load_library(p) for p in paths]
+    paths = meeting, library(tmp_path / "kernels.so", *(cpp_kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
+    first = [cpp_kernels.load_library(p) for p in paths]
+    again = [cpp_kernels.load_library(p) for p in paths]
     assert len({id(m) for m in first + again}) == 4
     for before, after in zip(first, again, strict=True):
-        assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+        assert [n for n in vars(before) if n.startswith("kernel_")] == [
+            n for n in vars(after) if n.startswith("kernel_")
+        ]
     x = torch.zeros(1, dtype=torch.int64)
     for module in (first[1], again[1]):
         module.kernel_0(x), module.kernel_1(x)  # type: ignore[attr-defined]
@@ -278,7 +301,11 @@ def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_
 def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):
     waiting, failed = run_ranks(2, build_on_rank, tmp_path, [fake_compile_jobs, compile_failing], expect_error=True)
     assert failed.type == "FzeroError"
-    assert waiting.type == "DivergenceError" and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message and "FZERO_CACHE=off" in waiting.message
+    assert (
+        waiting.type == "DivergenceError"
+        and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message
+        and "FZERO_CACHE=off" in waiting.message
+    )
 
 
 def test_a_rank_that_does_not_come_is_named(run_ranks, tmp_path):
@@ -294,13 +321,19 @@ def test_the_compilers_words_are_shown(folder, monkeypatch):
 
     def second(*args: Any, trust_cpu: bool) -> dict[str, Any]:
         tries.append(trust_cpu)
-        return {"failed": "an instruction that the assembler does not know"} if trust_cpu else ask(*args, trust_cpu=False)
+        return (
+            {"failed": "an instruction that the assembler does not know"} if trust_cpu else ask(*args, trust_cpu=False)
+        )
 
     monkeypatch.setattr(worker, "_ask", second)
     one = {"literal": functions()["literal"]}
     with config.patch({"cpp.cxx": (sys.executable,)}), pytest.raises(FzeroError) as error:  # which is no C++ compiler
         building.build(one, "inductor", fz.make_mesh())
-    assert tries == [True, False] and "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
+    assert (
+        tries == [True, False]
+        and "functions cannot be compiled" in str(error.value)
+        and "backend='eager'" in str(error.value)
+    )
 
 
 def test_a_torch_with_another_inductor_inside_compiles_in_its_public_way(folder, monkeypatch, caplog):
@@ -409,7 +442,9 @@ def test_an_entry_comes_back_as_it_was(tmp_path):
     assert cache.read("key") == ENTRY and [p.name for p in tmp_path.iterdir()] == ["key.so"]
 
 
-@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:500], lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:]])
+@pytest.mark.parametrize(
+    "damage", [lambda d: b"", lambda d: d[:500], lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:]]
+)
 def test_a_damaged_entry_is_no_entry(tmp_path, damage):
     cache = Cache(tmp_path)
     cache.write("key", ENTRY)
@@ -477,23 +512,39 @@ def test_a_folder_that_cannot_be_made_is_not_used(folder, caplog):
 
 
 def lowered(body: str, head: str = "", writes: tuple[int, ...] = ()) -> compat.Lowered:
-    lines = ["    def call(self, args):", "        arg0_1, arg1_1 = args", "        args.clear()", *(f"        {line}" for line in body.splitlines())]
+    lines = [
+        "    def call(self, args):",
+        "        arg0_1, arg1_1 = args",
+        "        args.clear()",
+        *(f"        {line}" for line in body.splitlines()),
+    ]
     return compat.Lowered("\n".join([head, "class Runner:", *lines]), 2, writes)
 
 
 KERNEL = (
-    "cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x.h>\nextern \"C\" void kernel(const float* a, float* b) {}\n''')"
+    "cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x.h>\nextern \"C\" void "
+    "kernel(const float* a, float* b) {}\n''')"
 )
 
 
 def test_a_plain_function_is_cut_out():
-    code = "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
-    plain = kernels.parse(lowered(code, KERNEL), 2, 1, ())
+    code = (
+        "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
+    )
+    plain = cpp_kernels.parse(lowered(code, KERNEL), 2, 1, ())
     (kernel,) = plain.kernels.values()
-    text = kernels.text_of(plain, {kernel: 5}, 2, (), 1)
-    assert text.splitlines()[0] == "def call(arg0_1, arg1_1):" and "kernel_5(arg0_1, buf0)" in text and text.splitlines()[-1] == "    return buf0"
-    source = kernels.library_source([kernel])
-    assert source.count("#include <x.h>") == 1 and "void kernel_0(const float* a" in source and "argument<float*>(args[1])" in source
+    text = cpp_kernels.text_of(plain, {kernel: 5}, 2, (), 1)
+    assert (
+        text.splitlines()[0] == "def call(arg0_1, arg1_1):"
+        and "kernel_5(arg0_1, buf0)" in text
+        and text.splitlines()[-1] == "    return buf0"
+    )
+    source = cpp_kernels.library_source([kernel])
+    assert (
+        source.count("#include <x.h>") == 1
+        and "void kernel_0(const float* a" in source
+        and "argument<float*>(args[1])" in source
+    )
 
 
 @pytest.mark.parametrize(
@@ -510,8 +561,8 @@ def test_a_plain_function_is_cut_out():
     ],
 )
 def test_code_that_is_more_than_a_function_over_kernels_is_refused(made, why):
-    with pytest.raises(kernels.NotPlain) as error:
-        kernels.parse(made, 2, 1, ())
+    with pytest.raises(cpp_kernels.NotPlain) as error:
+        cpp_kernels.parse(made, 2, 1, ())
     assert why in str(error.value)
 
 
@@ -526,9 +577,9 @@ def test_a_function_arrives_in_another_process_as_it_was():
     x, index = torch.randn(2, 3), torch.tensor([0, 5])
     with compat.FakeTensorMode() as mode:
         graph = record(made, [mode.from_tensor(x), mode.from_tensor(index)], owner="made", names=["x", "index"])
-    plain = sent.plain(graph.graph)
-    assert sent.Constant("contiguous_format") in [n[4].get("memory_format") for n in plain]
-    arrived = sent.restored(pickle.loads(pickle.dumps(plain)))
+    plain = graph_pickle.plain(graph.graph)
+    assert graph_pickle.Constant("contiguous_format") in [n[4].get("memory_format") for n in plain]
+    arrived = graph_pickle.restored(pickle.loads(pickle.dumps(plain)))
     ops = lambda g: [str(n.target) for n in g.nodes]  # noqa: E731
     assert ops(arrived.graph) == ops(graph.graph) and any("arange" in op for op in ops(arrived.graph))
     assert all(torch.equal(a, b) for a, b in zip(arrived(x, index), made(x, index), strict=True))
@@ -536,7 +587,7 @@ def test_a_function_arrives_in_another_process_as_it_was():
 
 def test_large_work_is_compiled_in_several_units():
     jobs = [worker.Job(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
-    plain = {str(i): kernels.Plain(None, {"k": kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
+    plain = {str(i): cpp_kernels.Plain(None, {"k": cpp_kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
     assert [len(unit) for unit in worker._units(jobs, plain, 1)] == [5]
     units = worker._units(jobs, plain, 4)
     assert len(units) == 4 and sorted(job.key for unit in units for job in unit) == list("01234")
@@ -548,18 +599,28 @@ def test_what_the_host_runs_is_made_on_the_host():
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(4, device="meta")
-    ones = graph.call_function(torch.ops.aten.full.default, ([4], 2.0), {"dtype": torch.float32, "device": torch.device("cuda")})
+    ones = graph.call_function(
+        torch.ops.aten.full.default, ([4], 2.0), {"dtype": torch.float32, "device": torch.device("cuda")}
+    )
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, ones)),))
     (out,) = on_host(Recorded(graph)).module()(torch.ones(4))
     assert torch.equal(out, torch.full((4,), 2.0))
-    assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], "the recorded one stays as it is"
+    assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], (
+        "the recorded one stays as it is"
+    )
 
 
 def test_what_is_substituted_for_the_host_is_on_the_host():
-    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on the tensors of the host."""
+    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on
+    the tensors of the host."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         given = [torch.empty(5, 3, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")]
-        graph = record(lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)], given, owner="optimizer", names=["p", "key"])
+        graph = record(
+            lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)],
+            given,
+            owner="optimizer",
+            names=["p", "key"],
+        )
     assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}
     here = substituted(on_host(graph), random.DECOMPOSITIONS)
     values = [n.meta["val"] for n in here.graph.nodes if "val" in n.meta]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from typing import Any
 
@@ -15,11 +14,11 @@ from models import MODELS, STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
+from fzero.passes import remat
+from fzero.passes.remat import rewrite
+from fzero.passes.split import Choices, flops_of
 from fzero.program.ir import Program
-from fzero.program.split import Choices, flops_of
-from fzero.transforms.remat import rewrite
 
-lower_file = importlib.import_module("fzero.lowering")
 FRACTIONS = [i / 16 for i in range(17)]
 
 
@@ -27,7 +26,7 @@ def base_of(loss: Any, params: Any, batch: Any) -> Program:
     """The program before remat."""
     found: list[Program] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower_file.remat, "rewrite", lambda program, *_: found.append(program) or program)
+        patch.setattr(remat, "rewrite", lambda program, *_: found.append(program) or program)
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
     return found[0]
 
@@ -48,7 +47,13 @@ def saved_bytes(program: Program) -> int:
 
 
 def flops(program: Program) -> int:
-    return sum(flops_of(n) for line, _ in program.walk() if line.op == "call" for n in program.functions[line.fn].graph.graph.nodes if n.op == "call_function")
+    return sum(
+        flops_of(n)
+        for line, _ in program.walk()
+        if line.op == "call"
+        for n in program.functions[line.fn].graph.graph.nodes
+        if n.op == "call_function"
+    )
 
 
 def gated(p, x):
@@ -99,7 +104,8 @@ def test_the_ends_are_none_and_full(name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_set_of_nodes_beats_a_corner(name):
-    """Against every subset of what could be kept: none has as few bytes and fewer FLOPs than a corner, or as few FLOPs and fewer bytes."""
+    """Against every subset of what could be kept: none has as few bytes and fewer FLOPs than a corner, or as few FLOPs
+    and fewer bytes."""
     for choices in choices_of(PROGRAMS[name]()):
         nodes = sorted(choices.nbytes if len(choices.nbytes) < 12 else choices.none.nodes, key=lambda n: n.name)
         every = [choices.keep(s) for r in range(len(nodes) + 1) for s in itertools.combinations(nodes, r)]
@@ -121,7 +127,9 @@ def test_what_is_kept_is_storage_of_the_blocks_own():
     for block in choices_of(gated_base()):
         kept = {str(n.target) for n in block.none.nodes}
         assert block.none.nodes and all(n.op == "call_function" for n in block.none.nodes)
-        assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), kept
+        assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), (
+            kept
+        )
     program = rewrite(gated_base(), "none")
     shapes = [v.shape for line in program.lines for v in line.out if v.name.startswith("saved_")]
     assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
@@ -140,12 +148,16 @@ def test_an_output_that_the_next_block_reads_is_not_kept_twice():
             x = cell(p, x)
         return x.mean()
 
-    program = fz.lower(fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x).program
+    program = fz.lower(
+        fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x
+    ).program
     assert saved_bytes(program) == 0
     (second,) = [line for line in program.lines if line.attrs.get("call") == 1 and line.attrs["backward"]]
     (first,) = [line for line in program.lines if line.attrs.get("call") == 1 and not line.attrs["backward"]]
     assert first.out[0].name in second.args
-    assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}  # it is not recomputed either
+    assert "aten.tanh.default" not in {
+        str(n.target) for n in program.functions[second.fn].graph.graph.nodes
+    }  # it is not recomputed either
 
 
 # numerics
@@ -194,10 +206,17 @@ def plain_head(p, x, targets):
     return torch.nn.functional.cross_entropy((x @ p["out"].T).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this release of torch has no chunked linear_cross_entropy")
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"),
+    reason="this release of torch has no chunked linear_cross_entropy",
+)
 def test_a_chunked_loss_in_the_last_block_holds_no_logits():
-    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the logits' size."""
-    params = {"token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin()}
+    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the
+    logits' size."""
+    params = {
+        "token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)),
+        "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin(),
+    }
     batch = {k: v[:, :4] % 50 for k, v in batches(1, size=16)[0].items()}
     largest, found = {}, {}
     for name, head in (("plain", fz.block(plain_head)), ("chunked", fz.block(chunked_head))):
@@ -233,7 +252,11 @@ def test_auto_without_a_budget_is_min_cut():
 def test_a_number_that_is_no_fraction(wrong):
     with pytest.raises(FzeroValueError) as raised:
         fz.remat(wrong)
-    assert str(wrong) in str(raised.value) and "0.0 to 1.0" in str(raised.value) and "Fix: e.g. remat(0.5)" in str(raised.value)
+    assert (
+        str(wrong) in str(raised.value)
+        and "0.0 to 1.0" in str(raised.value)
+        and "Fix: e.g. remat(0.5)" in str(raised.value)
+    )
 
 
 @pytest.mark.parametrize("wrong", ["half", True, False, None, [0.5]])

@@ -9,10 +9,12 @@ import tyro
 
 from fzero.cli.commands import Calibrate, Check, Plan, Show
 
-_ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says more; `fzero --version` prints the version.
+_ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says
+more; `fzero --version` prints the version.
 
-MODULE:FUNCTION is a function that needs no argument and returns (step, params, batch): a step with its transforms; its parameters, a pytree of (meta)
-tensors or an init function; one rank's batch. MODULE is a dotted module or the path of a .py file."""
+MODULE:FUNCTION is a function that needs no argument and returns (step, params, batch): a step with its transforms; its
+parameters, a pytree of (meta) tensors or an init function; one rank's batch. MODULE is a dotted module or the path of a
+.py file."""
 
 _EXAMPLES = {
     "plan": """
@@ -20,8 +22,8 @@ examples:
   fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h200 --budget 141GB
   fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
 
-exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the tracing of it failed;
-2 for flags or a target that cannot be meant""",
+exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the
+tracing of it failed; 2 for flags or a target that cannot be meant""",
     "show": """
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8
@@ -35,7 +37,7 @@ exit code: 0; 1 if they differ; 2 for flags or a target that cannot be meant""",
     "calibrate": """
 examples:
   fzero calibrate
-  torchrun --nproc-per-node 8 -m fzero.runtime.calibrate     (over the links between these ranks)""",
+  torchrun --nproc-per-node 8 -m fzero.measure.calibrate     (over the links between these ranks)""",
 }
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -45,8 +47,12 @@ def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
     """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
 
     def told(name: str, kind: type) -> object:
-        first = (kind.__doc__ or "").splitlines()[0]  # in the list of commands a line each, the whole in a command's own help
-        return tyro.conf.subcommand(name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first)
+        first = (kind.__doc__ or "").splitlines()[
+            0
+        ]  # in the list of commands a line each, the whole in a command's own help
+        return tyro.conf.subcommand(
+            name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
+        )
 
     kinds = {"plan": Plan, "show": Show, "check": Check, "calibrate": Calibrate}
     commands = Union[tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())]  # noqa: UP007  # made of a list

@@ -1,7 +1,9 @@
-"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared with.
+"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared
+with.
 
-Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its start, and ranks exchange through
-torch.distributed, whatever the transport of the mesh. Functions run as they were recorded, operation by operation.
+Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
+start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
+recorded, operation by operation.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
-from fzero.program.device import by_operation, on_device
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS, batch_axes_of
+from fzero.trace.device import by_operation, on_device
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -50,7 +52,9 @@ class Interpreter:
 
     def valid_range(self, line: Line) -> tuple[int, int]:
         """Which elements of the flattened leaf that a line is about are this rank's."""
-        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(self.mesh)
+        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(
+            self.mesh
+        )
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:

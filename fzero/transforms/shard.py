@@ -1,4 +1,5 @@
-"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one rewrite: spread.py."""
+"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one pass:
+fzero/passes/shard.py."""
 
 from __future__ import annotations
 
@@ -79,10 +80,11 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
     Args:
         step: a step; without one a transform is returned.
         axis: the mesh axis; the batch is cut along it too.
-        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta tensor.
+        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta
+            tensor.
 
-    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes sent per rank and step in
-        fp32, the volume of `data_parallel`.
+    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
+        sent per rank and step in fp32, the volume of `data_parallel`.
     Memory: at rest 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
 
     Raises:
@@ -97,11 +99,13 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
 def shard_grads(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
-    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's sum leaves, once a step.
+    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's
+    sum leaves, once a step.
 
     Args: as `shard_opt_state`.
 
-    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n, vertical=True)`.
+    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n,
+        vertical=True)`.
     Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
 
     Raises: as `shard_opt_state`.
@@ -118,12 +122,14 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
         step: a training or evaluation step; without one a transform is returned.
         axis: the mesh axis; the batch is cut along it too.
         where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
-            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are always whole.
+            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are
+            always whole.
 
-    Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype, and
-        reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch under `accumulate` unless `vertical`.
-    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most two blocks'
-        gathered parameters and one block's gradients besides.
+    Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
+        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
+        under `accumulate` unless `vertical`.
+    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
+        two blocks' gathered parameters and one block's gradients besides.
 
     Raises: as `shard_opt_state`.
 
@@ -134,10 +140,21 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
 
 def _checked(record: Parallel) -> Parallel:
     """The record, if its arguments are of the right kind."""
-    problems = [] if isinstance(record.axis, str) and record.axis else [f"axis={record.axis!r}: a transform takes the name of one axis"]
+    problems = (
+        []
+        if isinstance(record.axis, str) and record.axis
+        else [f"axis={record.axis!r}: a transform takes the name of one axis"]
+    )
     problems += predicate("where", record.where)
     if problems:
-        raise FzeroTypeError(message(record.name, "these arguments cannot work", problems, "e.g. axis='data', where=lambda path, leaf: leaf.numel() > 10_000"))
+        raise FzeroTypeError(
+            message(
+                record.name,
+                "these arguments cannot work",
+                problems,
+                "e.g. axis='data', where=lambda path, leaf: leaf.numel() > 10_000",
+            )
+        )
     return record
 
 
@@ -161,7 +178,9 @@ class Zero:
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     def _shards(self, leaf: Leaf, stage: int) -> bool:
-        if self.axis is None or leaf.role == "mutable" or leaf.numel < self.mesh.axes[self.axis]:  # new values come whole to every rank
+        if (
+            self.axis is None or leaf.role == "mutable" or leaf.numel < self.mesh.axes[self.axis]
+        ):  # new values come whole to every rank
             return False
         return any(r.shards(leaf) for r in self.records if r.stage >= stage)
 
@@ -182,10 +201,22 @@ class Zero:
     def check(self) -> None:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if r.axis not in self.mesh.axes]
         if problems:
-            raise FzeroValueError(message(self.records[0].name, "unknown mesh axis", problems, "name an axis of the mesh: axis='data', or make_mesh(data=...)"))
+            raise FzeroValueError(
+                message(
+                    self.records[0].name,
+                    "unknown mesh axis",
+                    problems,
+                    "name an axis of the mesh: axis='data', or make_mesh(data=...)",
+                )
+            )
         named = {r.axis for r in self.records}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(
-                message("compile", "no transform uses a mesh axis", idle, f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it")
+                message(
+                    "compile",
+                    "no transform uses a mesh axis",
+                    idle,
+                    f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
+                )
             )

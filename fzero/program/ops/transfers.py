@@ -1,4 +1,5 @@
-"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for either."""
+"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for
+either."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class Collective(Start):
         told.started[line.out[0].name] = line, [x.clone() for x in args]
         return [args[0].new_empty(0)]
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs["axes"]
         for x in moved:
             told.reduce(x, line.attrs["op"], axis)
@@ -92,7 +95,9 @@ class AllGather(Collective):
     def arrives(self, line: Line, placement: Placement) -> Placement:
         return WHOLE
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs["axes"]
         return [told.gather(x.contiguous(), axis)[: v.numel].view(v.shape) for x, v in zip(moved, out, strict=True)]
 
@@ -112,7 +117,9 @@ class ReduceScatter(Collective):
         axes = tuple(line.attrs["axes"])
         return Placement("shard", axes, by=placement.by).left(a for a in placement.partial if a not in axes)
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         return [told.cut(x, line.attrs["axes"]) for x in super().handed_out(line, moved, out, told)]
 
 
@@ -135,7 +142,8 @@ class AllReduce(Collective):
 
 
 class Copy(Start):
-    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the values for them."""
+    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
+    values for them."""
 
     writes = True
     may = {**GUESS, **MICRO, "memory": str}
@@ -198,7 +206,9 @@ class Copy(Start):
         told.started[line.out[0].name] = line, moved
         return [args[0].new_empty(0)]
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         return moved if out else ()
 
 
@@ -303,8 +313,8 @@ class Wait(Op):
 
     def text(self, line: Line, program: Program) -> Text:
         together = ["together=True"] if line.attrs.get("together") else []
-        code = f"wait({', '.join([*line.args, *(into(line, program) if line.out else ()), *(together if line.out else ())])})"
-        return Text(code, "<<<" if len(line.out) <= 2 else "", listed=True)
+        keywords = [*into(line, program), *together] if line.out else []
+        return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
@@ -323,5 +333,7 @@ class Wait(Op):
             of.reduced(value.name, source, axes)
 
 
-STARTS: Mapping[str, Start] = {row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())}
+STARTS: Mapping[str, Start] = {
+    row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
+}
 ROWS: Sequence[Op] = (*STARTS.values(), Wait())

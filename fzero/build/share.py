@@ -1,0 +1,87 @@
+"""Work that the ranks of one host divide: which of them see the same cache, who compiles what, and who has delivered.
+
+Messages go through the store, so that a rank that fails or dies while the others wait for it is an error that names it,
+and there are no locks to be left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fzero.errors import DivergenceError, message
+from fzero.mesh import Mesh
+
+
+class Share:
+    """One division of work between the ranks whose notes agree. All ranks of the mesh make it together.
+
+    Args:
+        mesh: the ranks, and how long to wait for one.
+        host: the same on ranks of one host.
+        what: the same on ranks that can use each other's results, e.g. the folder and the keys of what they need.
+    """
+
+    def __init__(self, mesh: Mesh, host: str, what: Any):
+        self._mesh = mesh
+        self.ranks, neighbours = [mesh.rank], 1
+        if mesh.size > 1:
+            self._store = mesh.store
+            self._turn = self._store.add(f"fzero/share/turns/{mesh.rank}", 1)
+            mine = {"host": host, "what": hashlib.sha256(repr(what).encode()).hexdigest()}
+            notes = self._exchange("note", mine, range(mesh.size))
+            self.ranks = [r for r, note in notes.items() if note == mine]
+            neighbours = sum(note["host"] == host for note in notes.values())
+        self.cores = max(1, len(os.sched_getaffinity(0)) // neighbours)  # for each of the ranks of this host
+
+    def owned(self, costs: Mapping[str, float]) -> set[str]:
+        """The keys that are this rank's to deliver: the same division on every rank, about the same cost for each."""
+        loads = dict.fromkeys(self.ranks, 0.0)
+        mine = set()
+        for key, cost in sorted(costs.items(), key=lambda kc: (-kc[1], kc[0])):
+            rank = min(loads, key=lambda r: (loads[r], r))
+            loads[rank] += cost
+            if rank == self._mesh.rank:
+                mine.add(key)
+        return mine
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Tells the other ranks, after the body, that this one has delivered, or why it has not."""
+        try:
+            yield
+        except BaseException as error:
+            if len(self.ranks) > 1:
+                self._store.set(
+                    self._key("done", self._mesh.rank),
+                    json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}),
+                )
+            raise
+
+    def wait(self) -> None:
+        """Until all ranks have delivered.
+
+        Raises:
+            DivergenceError: naming the ranks that failed, or did not deliver in the mesh's timeout.
+        """
+        if len(self.ranks) > 1:
+            self._exchange("done", {}, self.ranks)
+
+    def _exchange(self, topic: str, note: dict[str, str], ranks: Any) -> dict[int, dict[str, str]]:
+        self._store.set(self._key(topic, self._mesh.rank), json.dumps(note))
+        ranks = list(ranks)
+        missing = {ranks[i] for i in self._mesh.turns.absent([self._key(topic, r) for r in ranks], "compile")}
+        notes = {r: json.loads(self._store.get(self._key(topic, r))) for r in ranks if r not in missing}
+        problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
+        problems += [f"rank {r} did not deliver in {self._mesh.timeout:g} s" for r in sorted(missing)]
+        if problems:
+            fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
+            raise DivergenceError(message("compile", "not every rank has compiled its part", problems, fix))
+        return notes
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"fzero/share/{self._turn}/{topic}/{rank}"

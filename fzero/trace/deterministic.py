@@ -1,0 +1,41 @@
+"""PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: what of it decides which code is
+made and what it does.
+
+It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
+`Setting` that it was made with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fzero import compat
+
+
+class Setting(NamedTuple):
+    """How the switch stands. `fill`: whether memory that nobody has written yet is filled with NaN."""
+
+    enabled: bool
+    warn_only: bool
+    fill: bool
+
+    def __str__(self) -> str:
+        return ("on, with warnings only" if self.warn_only else "on") if self.enabled else "off"
+
+
+def setting() -> Setting:
+    """Of this process, now."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return Setting(
+        enabled,
+        enabled and torch.is_deterministic_algorithms_warn_only_enabled(),
+        enabled and compat.fills_uninitialized_memory(),
+    )
+
+
+def use(setting: Setting) -> None:
+    """Takes over another process's setting."""
+    torch.use_deterministic_algorithms(setting.enabled, warn_only=setting.warn_only)
+    compat.fill_uninitialized_memory(setting.fill)

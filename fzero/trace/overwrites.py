@@ -1,0 +1,104 @@
+"""What operators overwrite of their arguments; those whose schema denies it as a functional operator and a copy to each
+argument, which say so.
+
+PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and
+`instance_norm` end in one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fzero import tree
+
+aten = torch.ops.aten
+Do = Callable[..., Any]
+"""Runs an operator: `do(op, *args)`."""
+Overwrite = Callable[[torch.Tensor, torch.Tensor], None]
+"""`overwrite(old, new)`: from here on the one has the other's values."""
+
+
+def _native(
+    do: Do,
+    overwrite: Overwrite,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if not training or mean is None or var is None:
+        return None
+    *results, new_mean, new_var = do(
+        aten._native_batch_norm_legit_functional.default, x, weight, bias, mean, var, training, momentum, eps
+    )
+    return _written(overwrite, results, (mean, new_mean), (var, new_var))
+
+
+def _of_a_library(
+    do: Do,
+    overwrite: Overwrite,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    num_results: int,
+) -> Any:
+    """cuDNN's and MIOpen's, which this operator calls under the same conditions."""
+    if not training or mean is None or var is None:
+        return None
+    *results, new_mean, new_var = do(
+        aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps
+    )
+    return _written(overwrite, results[:num_results], (mean, new_mean), (var, new_var))
+
+
+def _written(
+    overwrite: Overwrite, results: Any, *values: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    for old, new in values:
+        overwrite(old, new)
+    return tuple(results)
+
+
+REWRITTEN: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _native,
+    aten.cudnn_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=4),
+    aten.miopen_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=3),
+}
+"""`rule(do, overwrite, *args)`: the operator's results; None where it writes nothing."""
+
+REFUSED = {
+    aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),
+    aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
+}
+"""Operators without a functional form, and the arguments that they overwrite where these are given."""
+
+
+def given(func: Any, args: Any, kwargs: Any, names: Iterable[str]) -> list[torch.Tensor]:
+    """The tensors that an operator is given for the arguments of these names."""
+    values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return [x for name in names for x in tree.leaves(values.get(name)) if isinstance(x, torch.Tensor)]
+
+
+def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to, whatever its schema says."""
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names += REFUSED.get(func, ())
+    if func in REWRITTEN:
+        names += (
+            ("running_mean", "running_var")
+            if dict(zip([a.name for a in func._schema.arguments], args, strict=False)).get("training")
+            else ()
+        )
+    return given(func, args, kwargs, names)
