@@ -2,8 +2,9 @@
 
     python benchmarks/rounding.py                   # 4 layers of width 128, about 2 minutes on 2 cores
 
-Parameters rest in bfloat16. Build: CPU seconds from calling the compiled step for the first time to the end of that step, of the process and of the
-compilers that it starts, with empty caches. Step: CPU seconds, one thread. Each way of rounding is a process of its own; their rounds of steps alternate.
+Parameters rest in bfloat16. Build: CPU seconds from calling the compiled step for the first time to the end of that
+step, of the process and of the compilers that it starts, with empty caches. Step: CPU seconds, one thread. Each way of
+rounding is a process of its own; their rounds of steps alternate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def worker(args: argparse.Namespace) -> None:
         state = train.init(make_init(config), fz.random.key(0))
         before = _cpu_seconds()
         state, metrics = train(state, batch)
-        return {"build_s": _cpu_seconds() - before, "loss": float(metrics["loss"]), "functions": len(train.program.functions)}
+        return {
+            "build_s": _cpu_seconds() - before,
+            "loss": float(metrics["loss"]),
+            "functions": len(train.program.functions),
+        }
 
     def steps(count: int) -> dict[str, Any]:
         nonlocal state
@@ -67,12 +72,17 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    groups = {r: Group(__file__, 1, [*passed_on(args, *MODEL, "backend"), f"--rounding={r}"], timeout=3600) for r in ROUNDINGS}
+    groups = {
+        r: Group(__file__, 1, [*passed_on(args, *MODEL, "backend"), f"--rounding={r}"], timeout=3600) for r in ROUNDINGS
+    }
     try:
         found = {r: group.ask("build")[0] for r, group in groups.items()}
         for group in groups.values():
             group.ask("steps", count=2)
-        rounds = [{r: group.ask("steps", count=args.steps)[0]["step_s"] for r, group in groups.items()} for _ in range(args.rounds)]
+        rounds = [
+            {r: group.ask("steps", count=args.steps)[0]["step_s"] for r, group in groups.items()}
+            for _ in range(args.rounds)
+        ]
     finally:
         for group in groups.values():
             group.close()
@@ -81,13 +91,20 @@ def main() -> None:
     build, step = (found["stochastic"][k] / found["nearest"][k] for k in ("build_s", "step_s"))
     rows = [(r, f"{x['build_s']:.1f}", f"{1e3 * x['step_s']:.1f}", x["functions"]) for r, x in found.items()]
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, bf16 parameters, AdamW, clipping; one process with one thread, "
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, bf16 parameters, AdamW, "
+        "clipping; one process with one thread, "
         f"{args.backend} backend, empty caches; steps: medians of {args.rounds} alternating rounds of {args.steps}.",
         f"build, stochastic / nearest: {build:.2f}, at most {LIMIT:g} wanted: {verdict(build, LIMIT)}",
         f"step, stochastic / nearest: {step:.2f}",
     ]
     columns = ("", "build CPU s", "step CPU ms", "functions")
-    data = {"settings": settings(args, "rounding"), "points": found, "rounds": rounds, "build_ratio": build, "step_ratio": step}
+    data = {
+        "settings": settings(args, "rounding"),
+        "points": found,
+        "rounds": rounds,
+        "build_ratio": build,
+        "step_ratio": step,
+    }
     publish(args.name, "Stochastic rounding", columns, rows, notes, data, args.out)
 
 
