@@ -25,7 +25,8 @@ def embed(p, tokens):
 
 @fz.block
 def attention(p, x):
-    q, k, v = (norm(p["norm"], x) @ p["qkv"]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # [batch, head, t, d]
+    qkv = (norm(p["norm"], x) @ p["qkv"]).unflatten(-1, (3, HEADS, -1))  # [batch, t, 3, head, d]
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return x + mixed.transpose(1, 2).flatten(2) @ p["out"]
 
