@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from console import RANK, digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
-from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -49,12 +48,9 @@ def rotary(x):
 
 @fz.block
 def layer(p, x, heads):
-    q, k, v = rearrange(norm(p["norm1"], x) @ p["qkv"], "b t (three h d) -> three b h t d", three=3, h=heads)
-    x = (
-        x
-        + rearrange(F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True), "b h t d -> b t (h d)")
-        @ p["out"]
-    )
+    q, k, v = (norm(p["norm1"], x) @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # [b, head, t, d]
+    mixed = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    x = x + mixed.transpose(1, 2).flatten(2) @ p["out"]
     return x + F.gelu(norm(p["norm2"], x) @ p["up"], approximate="tanh") @ p["down"]
 
 
@@ -63,7 +59,7 @@ def head(p, x, targets=None, smoothing=0.0, z_loss=0.0):
     logits = (norm(p["norm"], x) @ p["vocab"]).float()  # the loss is in fp32, whatever the model computes in
     if targets is None:
         return logits
-    logits, targets = rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)")
+    logits, targets = logits.flatten(0, 1), targets.flatten()
     entropy = F.cross_entropy(logits, targets)
     loss = F.cross_entropy(logits, targets, label_smoothing=smoothing) if smoothing else entropy
     if z_loss:  # keeps the logits' normaliser near 1 (PaLM, Chowdhery et al. 2022)
@@ -152,33 +148,27 @@ def run(args: argparse.Namespace) -> None:
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):
-        return fz.weighted(
-            gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel()
-        )  # a mean over all ranks
+        # a mean over all ranks
+        return fz.weighted(gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel())
 
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
     train = fz.compile(step, mesh, backend=args.backend)
-    validate = fz.compile(
-        spread(fz.eval_step(validation_loss)), mesh, backend="eager"
-    )  # the same transforms, forward only;
+    # the same transforms, forward only;
+    validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 
     text, held_out = fz.data.TokenDataset(
         fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed
     ).split(0.02)
-    here = {
-        "rank": mesh.index("data"),
-        "size": mesh.axis_size("data"),
-    }  # the global batch of a step is the same on any mesh
-    saved = (
-        fz.checkpoint.find(args.out) if args.resume else None
-    )  # none yet: the same command starts a run and goes on with it
+    # the global batch of a step is the same on any mesh
+    here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
+    # none yet: the same command starts a run and goes on with it
+    saved = fz.checkpoint.find(args.out) if args.resume else None
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    start = (
-        text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
-    )  # batches seen; with fp16 some of them were no step
+    # batches seen; with fp16 some of them were no step
+    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     say(
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: "
         f"{f'resuming at step {start}' if start else 'training'}"
@@ -193,11 +183,8 @@ def run(args: argparse.Namespace) -> None:
         clock = time.perf_counter()
         for index, batch in batches:
             state, metrics = train(state, batch)
-            done, loss, grad_norm = (
-                index + 1,
-                float(metrics["loss"]),
-                float(metrics["grad_norm"]),
-            )  # float() waits for the step
+            # float() waits for the step
+            done, loss, grad_norm = (index + 1, float(metrics["loss"]), float(metrics["grad_norm"]))
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             peak = (
                 torch.cuda.max_memory_allocated()

@@ -4,8 +4,8 @@ is made anew.
 A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
 keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
 while a function's results are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its
-kernels read and write (plan/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a shard
-under, memory or not.
+kernels read and write (plan/inductor/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a
+shard under, memory or not.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def output_storages(graph: Recorded) -> list[Output]:
     numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
     found = []
     for node in roots:
-        nbytes = (
-            node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0
-        )  # a literal belongs to the function
+        # a literal belongs to the function
+        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0
         found.append(Output(places.get(node), numbers[node], nbytes))
     return found
 
@@ -52,9 +51,8 @@ def storage_of(node: fx.Node) -> fx.Node:
     argument."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if not (
-            is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))
-        ):  # a result of `unbind` or `split`
+        if not (is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))):
+            # a result of `unbind` or `split`
             return node
         node = source
     return node

@@ -178,9 +178,8 @@ class Zero:
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     def _shards(self, leaf: Leaf, stage: int) -> bool:
-        if (
-            self.axis is None or leaf.role == "mutable" or leaf.numel < self.mesh.axes[self.axis]
-        ):  # new values come whole to every rank
+        if self.axis is None or leaf.role == "mutable" or leaf.numel < self.mesh.axes[self.axis]:
+            # new values come whole to every rank
             return False
         return any(r.shards(leaf) for r in self.records if r.stage >= stage)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fzero.plan.nodes import PRODUCTS, by_locality, contiguous, in_order, maker_of, nbytes, numel, packet
+from fzero.plan.inductor.nodes import PRODUCTS, by_locality, contiguous, in_order, maker_of, nbytes, numel, packet
 from fzero.trace.record import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
 
@@ -39,6 +39,7 @@ _WRITES = {
     aten.topk,
 }
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
+# read nothing
 _FILLS = {
     aten.new_zeros,
     aten.new_ones,
@@ -48,7 +49,7 @@ _FILLS = {
     aten.ones_like,
     aten.full_like,
     aten.empty_like,
-}  # read nothing
+}
 # what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in
 # float32, and then it is not
 _HEAVY = {
