@@ -136,7 +136,8 @@ def saved_activations(program: Program) -> set[str]:
     late = {a for line in lines if line.is_backward for a in line.args}
     found = []
     for line in lines:
-        if line.op == "call" and line.is_forward:  # not the last block, whose backward follows at once
+        if line.op == "call" and line.is_forward:
+            # not the last block, whose backward follows at once
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
                 v
