@@ -79,7 +79,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
         leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
-        leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
+        leaves.append(zero.rests(leaf))
     tied = ties(flat)
     _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
@@ -118,7 +118,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
-            axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
+            axes = zero.opt_state(params.leaves[mirrored])
             leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
@@ -157,8 +157,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     for i in params.distinct:
         param = params.leaves[i]
         if trained[i] and tiers[i].gradient != "device":
-            axes = (zero.axis,) if zero.axis and zero.opt_state(param) else ()
-            layout = Layout(precision.reduce(param), axes, tiers[i].gradient)
+            layout = Layout(precision.reduce(param), zero.opt_state(param), tiers[i].gradient)
             out[i] = Leaf(f"{GRADIENTS}{param.path.removeprefix('params')}", "gradients", param.shape, layout)
     return out
 

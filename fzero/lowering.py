@@ -425,8 +425,8 @@ def _with(step: Step, transform: Any) -> Step | None:
     return None if more == step else more
 
 
-def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
-    """Of each parameter whether its state, its gradient and itself are sharded."""
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """Of each parameter the axes that its state, its gradient and itself are sharded over."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 

@@ -14,7 +14,7 @@ from fzero.layout import TIERS as TIERS_OF_LEAVES
 from fzero.layout import Leaf
 from fzero.pipeline import CLOSING, Pass, Sides, opening, sides
 from fzero.program.guess import TIERS, num_guessable
-from fzero.program.ir import WHOLE, Placement, Program, Value
+from fzero.program.ir import Program, Value, resting
 from fzero.program.record import uncollected
 from fzero.transforms import tiers
 from fzero.transforms.shard import Zero
@@ -149,7 +149,7 @@ def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
     if not gradients:
         return program
     leaves = {leaf.path: leaf for leaf in gradients.values()}
-    values = (Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE) for x in leaves.values())
+    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in leaves.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
 
 

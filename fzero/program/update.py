@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fzero.layout import TIERS
+from fzero.layout import TIERS, Cut
 from fzero.program.few import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.names import Names
-from fzero.program.propagate import all_reduce, cut, draw_start, num_valid, propagate
+from fzero.program.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
 from fzero.program.record import Recorded
 from fzero.program.segment import Part, ancestors, views_of
 from fzero.program.trace import Functions
@@ -43,15 +43,16 @@ class _Cutter:
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
         update = next(line for line in program.lines if line.op == "update")
         self.line = update
-        shards = next((v.placement.axes for a in update.args if (v := self.values[a]).placement.kind == "shard"), ())
-        self.axes = shards
-        size = program.mesh.axis_size(shards) if shards else 1
         source: Recorded = update.attrs["graph"]
         places = source.inputs
         named = {**update.attrs.get("leaf", {}), **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()}}
-        sharded = {p: named.get(a, a) for p, a in zip(places, update.args, strict=True) if self.values[a].placement.kind == "shard"}
-        demand = [self.values[t].placement.kind == "shard" for t in update.writes] + [False] * len(update.out)
-        self.graph = propagate(source, sharded, demand, size, "optimizer")
+
+        def cut_as(name: str) -> Cut | None:
+            placement, size = self.values[name].placement, program.mesh.axis_size
+            return Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
+
+        sharded = {p: Sharded(named.get(a, a), c) for p, a in zip(places, update.args, strict=True) if (c := cut_as(a)) is not None}
+        self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
         mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
@@ -119,11 +120,10 @@ class _Cutter:
     def _pack(self) -> None:
         """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move and read."""
         level, graph = self._levels(), self.graph.graph
-        groups: dict[tuple[int, Owner, torch.dtype, str], list[fx.Node]] = defaultdict(list)
+        groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if reduces(node):
-                across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
-                groups[level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, str(across)].append(node)
+                groups[level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)].append(node)
         last = graph.output_node()
         for (_, owner, dtype, across), group in groups.items():
             if len(group) == 1:
@@ -136,7 +136,7 @@ class _Cutter:
                 self.owner[packed] = owner
                 whole = packed
                 if across:
-                    whole = graph.call_function(all_reduce, (packed, across))
+                    whole = graph.call_function(all_reduce, (packed, *across))
                     whole.meta["val"] = packed.meta["val"]
                 for i, scalar in enumerate(scalars):
                     one = graph.call_function(aten.select.int, (whole, 0, i))
@@ -171,10 +171,10 @@ class _Cutter:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
-                    self._line("num_valid", (), node, attrs={"shape": node.args[0], "axes": self.axes}, placement=Placement("local", self.axes))
+                    shape, axes = node.args
+                    self._line("num_valid", (), node, attrs={"shape": shape, "axes": axes}, placement=Placement("local", axes))
                 elif node.target is draw_start:
-                    base, shape, sharded = node.args
-                    axes = self.axes if sharded else ()
+                    base, shape, axes = node.args
                     self._line("draw_start", (), node, {"base": base, "shape": shape, "axes": axes}, Placement("local", axes) if axes else WHOLE)
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
             for node in here:
@@ -242,8 +242,8 @@ class _Cutter:
         if not targets:
             out = []
             for node in outputs:
-                across = next((str(u.args[1]) for u in node.users if u.target is all_reduce), None)
-                placement = WHOLE if across is None else Placement(partial=self.axes, by=across if self.axes else "sum")
+                across = _across(node)
+                placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
@@ -254,8 +254,8 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
-        shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, {"axes": self.axes}, Placement("shard", self.axes), shape)
+        shape, axes = tuple(source.meta["val"].shape), node.args[1]
+        self._line("take_shard", (self.name[source],), node, {"axes": axes}, Placement("shard", axes), shape)
 
     def _line(
         self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE, shape: tuple[int, ...] | None = None
@@ -266,20 +266,33 @@ class _Cutter:
         self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel together."""
+        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars and travel together."""
         for op in ("sum", "max", "min"):
-            group = list(dict.fromkeys(n for n in nodes if n.args[1] == op))
-            if not group:
-                continue
-            for axis in self.axes:
+            group = {n: tuple(n.args[2]) for n in nodes if n.args[1] == op}  # and the axes it is still to be reduced over
+            while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
+                here = [n for n, axes in group.items() if left[0] in axes]
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
-                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
-                self.lines.append(Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer"))
+                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
+                self.lines.append(Line("all_reduce_start", args, (handle,), attrs={"axes": (left[0],), "op": op}, by="optimizer"))
                 out = []
-                for node in group:
+                for node in here:
+                    group[node] = tuple(a for a in group[node] if a != left[0])
                     self.name[node] = self._scalar_name(node)
-                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
+                    placement = Placement(by=op).left(group[node])
+                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
                 self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
+
+
+class Across(NamedTuple):
+    """How the summands of ranks become one: by what, over which axes."""
+
+    op: str
+    axes: tuple[str, ...]
+
+
+def _across(node: fx.Node) -> Across | None:
+    """How what a node reduces to is reduced over the ranks, if it is."""
+    return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 
 def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:

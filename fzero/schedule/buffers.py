@@ -37,7 +37,7 @@ class _Placer:
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
         self.lines, self.made, self.reads, self.views, self.waits = uses.lines, uses.made, uses.reads, uses.views, uses.waits
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs["axes"] for line in self._with("scatter").values() for a in line.args}
+        self.scattered = {a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args}
         self.adds = {a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)}
         self.slots: dict[str, Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[Slot | None]] = {}
@@ -128,12 +128,14 @@ class _Placer:
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        return layout.shard_numel(value.shape, size) * size if axes and (size := self.mesh.axis_size(axes)) else _numel(value.held(self.mesh))
+        if value.placement.kind == "shard" or not axes:  # of a shard that is there already
+            return _numel(value.held(self.mesh))
+        return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(self._padded(v, axes), v) for v in outs]
+        slots = [region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v) for a, v in zip(line.args, outs, strict=True)]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
@@ -148,7 +150,7 @@ class _Placer:
         axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
+        wholes = [self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes))) for a in line.args]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, predicate
@@ -17,16 +17,23 @@ Where = Predicate
 
 @dataclass(frozen=True)
 class Parallel(Transform):
-    """What the four have in common: an axis, and how much is sharded over it (`stage`)."""
+    """What the four have in common: axes, and how much is sharded over them (`stage`)."""
 
-    axis: str = "data"
+    axis: str | tuple[str, ...] = "data"
     where: Where | None = None
     order: ClassVar[int] = 50
     stage: ClassVar[int] = 0
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes, the first of which cuts first."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Parallel) and self.stage and other.stage and other.axis != self.axis:
-            return f"ZeRO shards over one axis: {self.axis!r} and {other.axis!r} are two"
+        if isinstance(other, Parallel) and self.stage and other.stage and type(self) is not type(other):
+            fewer, more = sorted((self.axes, other.axes), key=len)
+            if more[: len(fewer)] != fewer:
+                return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
 
     def shards(self, leaf: Leaf) -> bool:
@@ -133,12 +140,26 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
 
 
 def _checked(record: Parallel) -> Parallel:
-    """The record, if its arguments are of the right kind."""
-    problems = [] if isinstance(record.axis, str) and record.axis else [f"axis={record.axis!r}: a transform takes the name of one axis"]
+    """The record, if its arguments are of the right kind. A tuple or list of one axis is that axis."""
+    if isinstance(record.axis, list):
+        record = replace(record, axis=tuple(record.axis))
+    if isinstance(record.axis, tuple) and len(record.axis) == 1:
+        record = replace(record, axis=record.axis[0])
+    several = isinstance(record.axis, tuple) and bool(record.axis) and record.stage
+    of_names = all(isinstance(a, str) and a for a in (record.axis if several else (record.axis,)))
+    what = "the name of an axis, or a tuple of names, the first of which cuts first" if record.stage else "the name of one axis"
+    problems = [] if of_names else [f"axis={record.axis!r}: {record.name} takes {what}"]
+    if of_names and several and len({*record.axis}) < len(record.axis):
+        problems.append(f"axis={record.axis!r}: an axis is named twice")
     problems += predicate("where", record.where)
     if problems:
-        raise FzeroTypeError(message(record.name, "these arguments cannot work", problems, "e.g. axis='data', where=lambda path, leaf: leaf.numel() > 10_000"))
+        fix = f"e.g. axis={('data', 'node') if several else 'data'!r}, where=lambda path, leaf: leaf.numel() > 10_000"
+        raise FzeroTypeError(message(record.name, "these arguments cannot work", problems, fix))
     return record
+
+
+def _named(axes: tuple[str, ...]) -> str:
+    return repr(axes[0] if len(axes) == 1 else axes)
 
 
 @dataclass(frozen=True)
@@ -150,40 +171,42 @@ class Zero:
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
 
     @property
-    def axis(self) -> str | None:
-        axis = next((r.axis for r in self.records if r.stage), None)
-        return axis if axis and self.mesh.axes.get(axis, 1) > 1 else None
-
-    @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes along which the batch is cut, in mesh order."""
-        wanted = {r.axis for r in self.records}
+        wanted = {a for r in self.records for a in r.axes}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
-    def _shards(self, leaf: Leaf, stage: int) -> bool:
-        if self.axis is None or leaf.role == "mutable" or leaf.numel < self.mesh.axes[self.axis]:  # new values come whole to every rank
-            return False
-        return any(r.shards(leaf) for r in self.records if r.stage >= stage)
+    def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
+        """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one, that has most."""
+        cut = lambda r: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1)  # noqa: E731
+        found = {r.stage: cut(r) for r in self.records if r.stage and r.shards(leaf)}
+        finest = max(found.values(), key=len, default=())
+        if leaf.role == "mutable" or leaf.numel < self.mesh.axis_size(finest):  # new values come whole to every rank
+            return ()
+        return max((axes for at_stage, axes in found.items() if at_stage >= stage), key=len, default=())
 
-    def opt_state(self, param: Leaf) -> bool:
-        return self._shards(param, 1)
+    def opt_state(self, param: Leaf) -> tuple[str, ...]:
+        """The axes that a parameter's optimizer state is cut over, and its update: its finest cut."""
+        return self._axes(param, 1)
 
-    def grads(self, param: Leaf) -> bool:
-        return self._shards(param, 2)
+    def grads(self, param: Leaf) -> tuple[str, ...]:
+        """The axes that its gradients are cut over when they add up."""
+        return self._axes(param, 2)
 
-    def params(self, param: Leaf) -> bool:
-        """Whether a parameter is whole only around the lines that read it."""
-        return self._shards(param, 3)
+    def params(self, param: Leaf) -> tuple[str, ...]:
+        """The axes over which it is whole only around the lines that read it."""
+        return self._axes(param, 3)
 
-    def rests_sharded(self, param: Leaf) -> bool:
-        """Whether a parameter rests as a shard: also if it is a master that is only read to be cast."""
-        return self._shards(param, 3) or (self._shards(param, 1) and self.casts(param))
+    def rests(self, param: Leaf) -> Leaf:
+        """The parameter as it rests: a master that is only read to be cast as finely cut as its state."""
+        finest = self.opt_state(param)
+        return param.with_layout(axes=finest if self.casts(param) else self.params(param), grid=finest)
 
     def check(self) -> None:
-        problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if r.axis not in self.mesh.axes]
+        problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if not {*r.axes} <= {*self.mesh.axes}]
         if problems:
             raise FzeroValueError(message(self.records[0].name, "unknown mesh axis", problems, "name an axis of the mesh: axis='data', or make_mesh(data=...)"))
-        named = {r.axis for r in self.records}
+        named = {a for r in self.records for a in r.axes}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(
