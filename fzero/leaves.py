@@ -31,6 +31,7 @@ from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
 
 
@@ -58,7 +59,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf))
+    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep))
     zero.check()
     return zero
 

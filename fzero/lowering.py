@@ -53,6 +53,7 @@ from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
 from fzero.transforms import accumulate, compute, remat, shard, spread
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 from fzero.variants import Variants, closed, verified
@@ -199,7 +200,9 @@ def lower_inputs(
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
-        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
+        once = find(step.transforms, OnceAStep)
+        open_stay = once is not None and once.least < once.most
+        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay)
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -297,7 +300,9 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     """The choice that takes least memory, and whether what blocks keep is open."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     auto = policy == "auto"
-    return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
+    limited, once = budget is not None and budget.nbytes is not None, find(step.transforms, OnceAStep)
+    stay = 0.0 if once is None else once.least if limited else once.most
+    return Choice(0.0 if auto and limited else policy, stay=stay), auto
 
 
 class Resolved(NamedTuple):

@@ -96,7 +96,11 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
     return (
         Pass("remat", lambda program, choice: remat.rewrite(program, choice.remat, blocks), lambda program, choice: remat.kept(program, choice.remat, blocks)),
         Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
-        Pass("shard", lambda program, choice: spread.rewrite(program, zero, choice.whole_grads), lambda _, choice: choice.whole_grads),
+        Pass(
+            "shard",
+            lambda program, choice: spread.rewrite(program, zero, choice.whole_grads, choice.stay),
+            lambda _, choice: (choice.whole_grads, choice.stay),
+        ),
         Pass("cut_update", _cut()),
     )
 

@@ -11,6 +11,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
+from fzero.transforms.once_a_step import OnceAStep
 
 Where = Predicate
 
@@ -169,6 +170,7 @@ class Zero:
     records: tuple[Parallel, ...]
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
+    once: OnceAStep | None = None
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -190,12 +192,17 @@ class Zero:
         return self._axes(param, 1)
 
     def grads(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that its gradients are cut over when they add up."""
-        return self._axes(param, 2)
+        """The axes that the gradients of its micro-batches are cut over when they add up."""
+        axes = self._axes(param, 2)
+        return self.once.before(axes) if self.once and self.once.reductions else axes
 
     def params(self, param: Leaf) -> tuple[str, ...]:
         """The axes over which it is whole only around the lines that read it."""
         return self._axes(param, 3)
+
+    def stays(self, param: Leaf) -> tuple[str, ...]:
+        """The axes over which what is gathered once a step is cut, of blocks whose parts stay gathered."""
+        return self.once.before(self.params(param)) if self.once else self.params(param)
 
     def rests(self, param: Leaf) -> Leaf:
         """The parameter as it rests: a master that is only read to be cast as finely cut as its state."""
@@ -206,9 +213,27 @@ class Zero:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if not {*r.axes} <= {*self.mesh.axes}]
         if problems:
             raise FzeroValueError(message(self.records[0].name, "unknown mesh axis", problems, "name an axis of the mesh: axis='data', or make_mesh(data=...)"))
+        if self.once:
+            self._check_once(self.once)
         named = {a for r in self.records for a in r.axes}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(
                 message("compile", "no transform uses a mesh axis", idle, f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it")
             )
+
+    def _check_once(self, once: OnceAStep) -> None:
+        """Raises if a step has nothing that would cross the axis less often."""
+        axis, cut = once.axis, [r for r in self.records if once.axis in r.axes and r.stage > 1]
+        if cut and any(r.axes[0] != axis for r in cut):
+            return
+        if axis not in self.mesh.axes:
+            what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
+        elif cut:
+            others = [a for a in self.mesh.axes if a != axis]
+            what = f"{axis!r} cuts first: gathered over it parameters would be whole until the step ends"
+            fix = f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep parameters whole: fz.shard_grads"
+        else:
+            what = f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
+            fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
+        raise FzeroValueError(message("once_a_step", f"does nothing over axis {axis!r}", [what, *(f"{r}" for r in self.records)], fix))

@@ -27,14 +27,23 @@ from fzero.program.trace import Functions
 from fzero.transforms.shard import Zero
 
 
-def rewrite(program: Program, zero: Zero, whole_grads: bool = False) -> Program:
-    """Spreads a base program over the mesh. `whole_grads`: over micro-batches gradients add up whole, whatever the stage, and are reduced once a step."""
-    return _Rewrite(program, zero, whole_grads).run() if zero.batch_axes else program
+def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0) -> Program:
+    """Spreads a base program over the mesh.
+
+    Args:
+        program: a base program, or one with a loop over micro-batches.
+        zero: what the parallel transforms ask for.
+        whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
+        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
+    """
+    return _Rewrite(program, zero, whole_grads, stay).run() if zero.batch_axes else program
 
 
 class _Rewrite:
-    def __init__(self, program: Program, zero: Zero, whole_grads: bool):
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float):
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
+        blocks = sorted({self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes})
+        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}  # blocks whose parameters are gathered once a step over a slow axis
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
@@ -160,7 +169,8 @@ class _Rewrite:
 
     def _stays(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is still cut when it stays as it is until the end of the step."""
-        return self.zero.params(self._param(name))
+        staying = self._owner(self.leaf_of[name][0]) in self.staying
+        return (self.zero.stays if staying else self.zero.params)(self._param(name))
 
     def _gather(self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None) -> tuple[dict[str, str], list[Line]]:
         """The lines that gather parameters, hop by hop, and what they are called then.
