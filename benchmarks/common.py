@@ -120,7 +120,7 @@ class Group:
 
 
 def _calibration() -> Path:
-    from fzero.schedule.calibration import calibration_path
+    from fzero.plan.calibration import calibration_path
 
     return calibration_path()
 

@@ -137,7 +137,7 @@ def worker(args: argparse.Namespace) -> None:
 def least_bytes(program: Any) -> int:
     """The closed form of a ZeRO-3 step's peak: the state at rest, two blocks' parameters whole, and what every block keeps for its backward, the last one as
     much as the one before it."""
-    from fzero.schedule.memory import resting_bytes, roles
+    from fzero.plan.memory import resting_bytes, roles
 
     lines, role, values = [line for line, _ in program.walk()], roles(program), program.values()
     gathers = [sum(values[a].nbytes for a in line.args) for line in lines if line.op == "all_gather_start"]

@@ -26,7 +26,7 @@ def main() -> None:
     import plan_llama
 
     import fzero as fz
-    from fzero.schedule.devices import get_device
+    from fzero.plan.devices import get_device
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="rtx4090", help="a known device, or the path of a calibration file")

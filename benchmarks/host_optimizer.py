@@ -55,8 +55,8 @@ def worker(args: argparse.Namespace) -> None:
 
     import fzero as fz
     from fzero import optim
+    from fzero.build.build import build
     from fzero.comm.host import host_tensors
-    from fzero.runtime.build import build
 
     torch.set_num_threads(args.threads)
     mesh = fz.make_mesh(device="cpu")

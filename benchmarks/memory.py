@@ -65,7 +65,7 @@ def worker(args: argparse.Namespace) -> None:
         state = train.init(make_init(config), fz.random.key(0))
         first, second = (tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(config, 2))
         state, _ = train(state, first)
-        (_, run), *_ = train._runs.values()
+        run = next(iter(train._runs.values())).run
         names = {line.fn or line.op for line, _ in train.program.walk() if line.op != "loop"}
         watch = _Watch()
         run.namespace.update({name: watch.around(name, run.namespace[name]) for name in names})

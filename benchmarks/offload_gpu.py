@@ -30,8 +30,8 @@ from model import Config, make_batches, make_init, make_loss
 
 import fzero as fz
 from fzero import optim
-from fzero.runtime.calibrate import calibrate
-from fzero.schedule.devices import Device, get_device
+from fzero.measure.calibrate import calibrate
+from fzero.plan.devices import Device, get_device
 from fzero.units import parse_bytes
 
 ROLES = ("opt_state", "params", "activations")

@@ -50,7 +50,7 @@ def worker(args: argparse.Namespace) -> None:
         for _ in range(args.warmup):
             one()
         plain = [one() for _ in range(args.steps)]
-        (_, run), *_ = train._runs.values()
+        run = next(iter(train._runs.values())).run
         lines = [line for line, times in train.program.walk() for _ in range(times) if line.op != "loop"]
         spent: dict[str, list[float]] = {"blocks": [], "transfers": [], "other": []}
         for name in {line.fn or line.op for line in lines}:

@@ -38,7 +38,7 @@ def worker(args: argparse.Namespace) -> None:
 
     import fzero as fz
     from fzero import optim
-    from fzero.runtime.profile import allocated
+    from fzero.measure.profile import allocated
 
     torch.set_num_threads(1)
     mesh = fz.make_mesh()

@@ -42,9 +42,9 @@ def worker(args: argparse.Namespace) -> None:
 
     import fzero as fz
     from fzero import optim
-    from fzero.runtime.calibrate import calibrate
-    from fzero.schedule.devices import get_device
-    from fzero.schedule.plan import plan
+    from fzero.measure.calibrate import calibrate
+    from fzero.plan.devices import get_device
+    from fzero.plan.plan import plan
 
     torch.set_num_threads(1)
     mesh = fz.make_mesh(device="cpu")

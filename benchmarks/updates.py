@@ -42,7 +42,7 @@ def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
     import torch
 
     import fzero as fz
-    from fzero.runtime.build import build
+    from fzero.build.build import build
 
     def loss(params: Any, batch: Any) -> Any:
         return sum((w * batch).sum() for w in params.values())
@@ -66,7 +66,7 @@ def in_bf16(update: Update) -> Update:
     import torch.fx as fx
 
     from fzero.program.ir import Function
-    from fzero.program.record import Recorded
+    from fzero.trace.record import Recorded
 
     aten, graph, recorded = torch.ops.aten, fx.Graph(), update.function.graph
     copies: dict[fx.Node, fx.Node] = {}

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fzero import checkpoint, data, errors, optim, random, testing, tree
-    from fzero.lowering import Lowered, lower
+    from fzero.build.build import has_compiler
+    from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.optim.loss_scale import LossScale
-    from fzero.program.block import block
+    from fzero.plan.plan import fits
     from fzero.program.show import show
-    from fzero.runtime.build import has_compiler
     from fzero.runtime.compile import compile
     from fzero.runtime.evaluation import CompiledEval
-    from fzero.runtime.move import move
     from fzero.runtime.training import CompiledStep
-    from fzero.schedule.plan import fits
+    from fzero.state.move import move
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
+    from fzero.trace.block import block
     from fzero.transforms.accumulate import accumulate
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
@@ -37,24 +37,24 @@ _HOME = {
     "CompiledStep": "runtime.training",
     "EvalStep": "step",
     "LossScale": "optim.loss_scale",
-    "Lowered": "lowering",
+    "Lowered": "lowering.lower",
     "Mesh": "mesh",
     "State": "step",
     "Step": "step",
     "accumulate": "transforms.accumulate",
-    "block": "program.block",
+    "block": "trace.block",
     "close_mesh": "mesh",
     "compile": "runtime.compile",
     "compose": "step",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
-    "fits": "schedule.plan",
+    "fits": "plan.plan",
     "fp8": "transforms.fp8",
-    "has_compiler": "runtime.build",
-    "lower": "lowering",
+    "has_compiler": "build.build",
+    "lower": "lowering.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
-    "move": "runtime.move",
+    "move": "state.move",
     "once_a_step": "transforms.once_a_step",
     "offload": "transforms.offload",
     "remat": "transforms.remat",
@@ -65,7 +65,7 @@ _HOME = {
     "train_step": "step",
     "weighted": "step",
 }
-"""Where each public name is that is no module."""
+"""The module that defines each public name; a name that is not here is a module itself."""
 
 __all__ = [
     "AbstractMesh",

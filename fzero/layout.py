@@ -72,7 +72,7 @@ class Storage(Protocol):
 @dataclass(frozen=True, eq=False)
 class Extent:
     """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the next value can be written
-    before it counts (fzero/program/guess.py)."""
+    before it counts (fzero/passes/speculate.py)."""
 
     files: Storage
     offset: int
@@ -86,7 +86,7 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a step keeps a leaf that was moved (runtime/move.py): its tier, and its place on disk, which it keeps while it is away."""
+    """Where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it keeps while it is away."""
 
     tier: str
     extent: Extent | None = None

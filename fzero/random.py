@@ -27,7 +27,7 @@ import torch
 
 from fzero.arguments import count
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.operators import define
+from fzero.operators.base import define
 from fzero.tree import describe
 
 _MASK = 0xFFFFFFFF

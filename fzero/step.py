@@ -20,12 +20,12 @@ from fzero import random as fzrandom
 from fzero.arguments import Predicate, accepts, accepts_none, flag, function, number, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
+from fzero.loss import Weighted, flatten_means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
+from fzero.optim.apply import apply_optimizer
 from fzero.optim.base import is_transformation
-from fzero.program.means import Weighted, flatten_means, new_values, split_loss
-from fzero.program.optimizer import apply_optimizer
-from fzero.program.refusals import plainly
-from fzero.program.untouched import Untouched, without_gradients
+from fzero.trace.refusals import plainly
+from fzero.trace.untouched import Untouched, without_gradients
 
 INIT_STREAM = 0x1717
 """What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""

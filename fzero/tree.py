@@ -7,7 +7,11 @@ an empty node, not a leaf; plain dataclasses are containers and need no registra
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import itertools
+import operator
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -98,6 +102,45 @@ def unnamed(tree: Tree, root: str = "") -> list[str]:
     """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers."""
     keys = [[x.entry for x in accessor if isinstance(x, optree.MappingEntry)] for accessor in _accessors(tree)]
     return [p for p, own in zip(paths(tree, root), keys, strict=True) if any(type(k) not in (str, int, bool, type(None)) for k in own)]
+
+
+class Contents:
+    """What the containers of a tree hold, by identity, to tell whether anything was put in place of another since. To ask takes 40 ns an item, a fifth of
+    what flattening the tree would. A tree is not changed by what is written into its tensors."""
+
+    def __init__(self, *trees: Tree):
+        self._views: list[Iterable[Any]] = []  # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
+        self._others: list[tuple[Any, list[Any]]] = []  # containers that can be seen through optree alone, and what they held
+        for node in trees:
+            flatten(node)  # registers dataclasses
+            self._look(node)
+        end = object()  # a container that has become shorter or longer moves it
+        self._views.append((end,))
+        self._held = [x for view in self._views for x in view]
+
+    def same(self) -> bool:
+        """Whether every container still holds the same objects, under the same keys, in the same order."""
+        if not all(builtins.map(operator.is_, self._held, itertools.chain.from_iterable(self._views))):
+            return False
+        return all(len(now := _children(x)) == len(held) and all(builtins.map(operator.is_, now, held)) for x, held in self._others)
+
+    def _look(self, node: Tree) -> None:
+        if optree.tree_is_leaf(node, namespace=_NAMESPACE):
+            return
+        if type(node) in (dict, OrderedDict, defaultdict):
+            self._views += [node, node.values()]
+        elif type(node) in (list, deque):
+            self._views.append(node)
+        elif type(node) in _registered and hasattr(node, "__dict__"):
+            self._views.append(vars(node).values())
+        elif not (node is None or type(node) is tuple or optree.is_namedtuple(node) or optree.is_structseq(node)):
+            self._others.append((node, _children(node)))
+        for child in _children(node):
+            self._look(child)
+
+
+def _children(node: Tree) -> list[Any]:
+    return optree.tree_flatten_one_level(node, namespace=_NAMESPACE).children
 
 
 def _key(entry: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pool import Pool
 
-from fzero.runtime import worker
+from fzero.build import worker
 
 # The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit. No deadline: the machine is shared.
 hypothesis.settings.register_profile("fzero", deadline=None, derandomize=True, database=None)

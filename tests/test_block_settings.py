@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero import optim
-from fzero.program.settings import changes, settings
 from fzero.runtime import compiled
+from fzero.trace.settings import changes, settings
 
 scale = 1.0
 options = {"by": [1.0]}
@@ -563,7 +563,7 @@ def functions(loss: Callable[..., Any], params: Any) -> list[str]:
 
 def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that are alike, made anew for each layer, attributes that differ and that no code names, one setting there and back."""
-    from fzero.program import block as module
+    from fzero.trace import block as module
 
     traced: list[str] = []
     real = module._trace

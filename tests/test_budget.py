@@ -14,19 +14,20 @@ from models import MODELS, OPTIMIZERS
 from test_parity import NUM_STEPS, difference, plain
 
 import fzero as fz
-from fzero import pipeline, variants
-from fzero.budget import Choice
 from fzero.errors import BudgetError, FzeroValueError
+from fzero.lowering import variants
+from fzero.lowering.variants import Variants
+from fzero.passes import pipeline
+from fzero.passes.choice import Choice
+from fzero.passes.cut_update import cut_update
+from fzero.passes.overlap import Order, coalescable, overlap, sharable
+from fzero.passes.reuse_cut import cut_as
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
-from fzero.program.splice import cut_as
-from fzero.program.update import cut_update
-from fzero.schedule.check import check
-from fzero.schedule.order import Order, coalescable, order, sharable
-from fzero.variants import Variants
+from fzero.program.verify_pool import check
 
-lower_file = importlib.import_module("fzero.lowering")
+lower_file = importlib.import_module("fzero.lowering.lower")
 
 MESH = fz.AbstractMesh(data=2)
 
@@ -191,24 +192,24 @@ def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
 def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
     pairs = sharable(unordered)
     assert len(pairs) == 2  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
-    shared = order(unordered, Order(shared=1))
+    shared = overlap(unordered, Order(shared=1))
     assert len(starts(shared)) == len(starts(unordered)) - 1
     assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {x.out[0].name for x in starts(shared)}
 
 
 def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
-    together = order(unordered, Order(coalesced=1 << 30))
+    together = overlap(unordered, Order(coalesced=1 << 30))
     for op in ("all_gather_start", "reduce_scatter_start"):
         size = lambda line, values: sum(values[a].nbytes for a in line.args)  # noqa: E731
         before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
         assert sum(before) == sum(after) and max(after) <= max(before)
-    assert len(starts(order(unordered, Order(coalesced=1)))) == len(starts(unordered))
+    assert len(starts(overlap(unordered, Order(coalesced=1)))) == len(starts(unordered))
 
 
 def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
     sent = [transfer_bytes(x, unordered.values_by_name, MESH) for op in ("all_gather_start", "reduce_scatter_start") for x in starts(unordered, op)]
     assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
-    assert order(unordered, Order(coalesced=min(sent) + 1)).lines == order(unordered).lines
+    assert overlap(unordered, Order(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -233,5 +234,5 @@ def test_gathers_start_further_ahead(unordered: Program) -> None:
     counts = []
     for ahead in (1, 2):
         before: list[Any] = []
-        counts.append(first_start_after(order(unordered, Order(ahead=ahead)), 1))
+        counts.append(first_start_after(overlap(unordered, Order(ahead=ahead)), 1))
     assert counts[1] > counts[0]

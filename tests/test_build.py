@@ -23,14 +23,14 @@ from pool import ending
 
 import fzero as fz
 from fzero import compat, random
+from fzero.build import build as building
+from fzero.build import cache as caching
+from fzero.build import cpp_kernels, graph_pickle, worker
+from fzero.build.cache import Cache, Entry, open_cache
 from fzero.errors import FzeroError, FzeroValueError
-from fzero.program.device import on_host, substituted
 from fzero.program.ir import Function
-from fzero.program.record import Recorded, record
-from fzero.runtime import build as building
-from fzero.runtime import cache as caching
-from fzero.runtime import kernels, sent, worker
-from fzero.runtime.cache import Cache, Entry, open_cache
+from fzero.trace.device import on_host, substituted
+from fzero.trace.record import Recorded, record
 
 CPU = torch.device("cpu")
 N = 48  # more than 1024 elements in a square: a function worth compiling
@@ -140,11 +140,11 @@ def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(c
     code = f"""
 import sys, torch
 from pathlib import Path
-from fzero.runtime import kernels
-from fzero.runtime.cache import Cache
+from fzero.build import cpp_kernels
+from fzero.build.cache import Cache
 cache = Cache(Path({str(warm)!r}))
 for path in cache.folder.iterdir():
-    kernels.function_of("any", cache.read(path.stem).text, kernels.load_library(path), [])
+    cpp_kernels.function_of("any", cache.read(path.stem).text, cpp_kernels.load_library(path), [])
 print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx", "sympy"}} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -176,27 +176,27 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 """Returns once the same kernel has begun in another thread."""
 
 
-def library(path: Path, *made: kernels.Kernel) -> Path:
-    path.write_bytes(worker._compile_cpp(kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
+def library(path: Path, *made: cpp_kernels.Kernel) -> Path:
+    path.write_bytes(worker._compile_cpp(cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
     return path
 
 
 @pytest.fixture(scope="module")
 def meeting(tmp_path_factory) -> Path:
-    return library(tmp_path_factory.mktemp("kernels") / "kernels.so", kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")))
+    return library(tmp_path_factory.mktemp("kernels") / "kernels.so", cpp_kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")))
 
 
 @pytest.fixture
 def meet(meeting) -> Any:
-    return kernels.load_library(meeting).kernel_0  # type: ignore[attr-defined]
+    return cpp_kernels.load_library(meeting).kernel_0  # type: ignore[attr-defined]
 
 
 def test_libraries_loaded_again_keep_their_own_kernels(meeting, tmp_path):
     """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
     kernel = 'extern "C" void kernel(int64_t* x) { *x += %d; }'
-    paths = meeting, library(tmp_path / "kernels.so", *(kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
-    first = [kernels.load_library(p) for p in paths]
-    again = [kernels.load_library(p) for p in paths]
+    paths = meeting, library(tmp_path / "kernels.so", *(cpp_kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
+    first = [cpp_kernels.load_library(p) for p in paths]
+    again = [cpp_kernels.load_library(p) for p in paths]
     assert len({id(m) for m in first + again}) == 4
     for before, after in zip(first, again, strict=True):
         assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
@@ -488,11 +488,11 @@ KERNEL = (
 
 def test_a_plain_function_is_cut_out():
     code = "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
-    plain = kernels.parse(lowered(code, KERNEL), 2, 1, ())
+    plain = cpp_kernels.parse(lowered(code, KERNEL), 2, 1, ())
     (kernel,) = plain.kernels.values()
-    text = kernels.text_of(plain, {kernel: 5}, 2, (), 1)
+    text = cpp_kernels.text_of(plain, {kernel: 5}, 2, (), 1)
     assert text.splitlines()[0] == "def call(arg0_1, arg1_1):" and "kernel_5(arg0_1, buf0)" in text and text.splitlines()[-1] == "    return buf0"
-    source = kernels.library_source([kernel])
+    source = cpp_kernels.library_source([kernel])
     assert source.count("#include <x.h>") == 1 and "void kernel_0(const float* a" in source and "argument<float*>(args[1])" in source
 
 
@@ -510,8 +510,8 @@ def test_a_plain_function_is_cut_out():
     ],
 )
 def test_code_that_is_more_than_a_function_over_kernels_is_refused(made, why):
-    with pytest.raises(kernels.NotPlain) as error:
-        kernels.parse(made, 2, 1, ())
+    with pytest.raises(cpp_kernels.NotPlain) as error:
+        cpp_kernels.parse(made, 2, 1, ())
     assert why in str(error.value)
 
 
@@ -526,9 +526,9 @@ def test_a_function_arrives_in_another_process_as_it_was():
     x, index = torch.randn(2, 3), torch.tensor([0, 5])
     with compat.FakeTensorMode() as mode:
         graph = record(made, [mode.from_tensor(x), mode.from_tensor(index)], owner="made", names=["x", "index"])
-    plain = sent.plain(graph.graph)
-    assert sent.Constant("contiguous_format") in [n[4].get("memory_format") for n in plain]
-    arrived = sent.restored(pickle.loads(pickle.dumps(plain)))
+    plain = graph_pickle.plain(graph.graph)
+    assert graph_pickle.Constant("contiguous_format") in [n[4].get("memory_format") for n in plain]
+    arrived = graph_pickle.restored(pickle.loads(pickle.dumps(plain)))
     ops = lambda g: [str(n.target) for n in g.nodes]  # noqa: E731
     assert ops(arrived.graph) == ops(graph.graph) and any("arange" in op for op in ops(arrived.graph))
     assert all(torch.equal(a, b) for a, b in zip(arrived(x, index), made(x, index), strict=True))
@@ -536,7 +536,7 @@ def test_a_function_arrives_in_another_process_as_it_was():
 
 def test_large_work_is_compiled_in_several_units():
     jobs = [worker.Job(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
-    plain = {str(i): kernels.Plain(None, {"k": kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
+    plain = {str(i): cpp_kernels.Plain(None, {"k": cpp_kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
     assert [len(unit) for unit in worker._units(jobs, plain, 1)] == [5]
     units = worker._units(jobs, plain, 4)
     assert len(units) == 4 and sorted(job.key for unit in units for job in unit) == list("01234")

@@ -13,11 +13,11 @@ import torch
 import fzero as fz
 from fzero.comm import scratch
 from fzero.errors import FzeroValueError
-from fzero.runtime import calibrate as module
-from fzero.runtime import measure
-from fzero.runtime.calibrate import calibrate
-from fzero.schedule.calibration import calibration_path, load_calibration, machine, save_calibration
-from fzero.schedule.devices import KNOWN, Device, Link, get_device
+from fzero.measure import calibrate as module
+from fzero.measure import probes
+from fzero.measure.calibrate import calibrate
+from fzero.plan.calibration import calibration_path, load_calibration, machine, save_calibration
+from fzero.plan.devices import KNOWN, Device, Link, get_device
 
 
 @pytest.fixture
@@ -153,22 +153,22 @@ def test_a_machine_is_told_by_what_changes_its_rates():
 
 
 def test_a_line_through_two_times_is_a_link():
-    found = measure.fitted({1000: 1.001, 2001000: 3.001})
+    found = probes.fitted({1000: 1.001, 2001000: 3.001})
     assert (found.latency, found.bandwidth) == pytest.approx((1.0, 1e6))
-    assert measure.fitted({10: 1.0, 1000: 0.5}).bandwidth > 0  # noise: more bytes took less time
+    assert probes.fitted({10: 1.0, 1000: 0.5}).bandwidth > 0  # noise: more bytes took less time
 
 
 def test_bfloat16_is_measured_as_the_runtime_runs_it(monkeypatch):
-    monkeypatch.setattr(measure.compat, "native_bf16", lambda device: False)
+    monkeypatch.setattr(probes.compat, "native_bf16", lambda device: False)
     a = torch.randn(64, 64).to(torch.bfloat16)
-    (out,) = measure.as_run(torch.mm, a, a)()
+    (out,) = probes.as_run(torch.mm, a, a)()
     assert torch.equal(out, (a.float() @ a.float()).to(torch.bfloat16))
 
 
 def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tmp_path):
     made, moved = [], []
 
-    class Watched(measure.Files):
+    class Watched(probes.Files):
         def __init__(self, directories, nbytes):
             super().__init__(directories, nbytes)
             made.append((directories, nbytes, [p.name for p in tmp_path.iterdir()]))
@@ -177,8 +177,8 @@ def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tm
             moved.append((self.bytes_read, self.bytes_written))
             super().close()
 
-    monkeypatch.setattr(measure, "Files", Watched)
-    read, written, mixed = measure.disk(0.01, tmp_path)
+    monkeypatch.setattr(probes, "Files", Watched)
+    read, written, mixed = probes.disk(0.01, tmp_path)
     assert min(read.bandwidth, written.bandwidth, mixed) > 0
     ((directory, nbytes, files),) = made
     assert directory == tmp_path and len(files) == 1 and not list(tmp_path.iterdir())  # nothing is left behind
@@ -187,7 +187,7 @@ def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tm
 
 def test_disk_falls_back_to_the_page_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(scratch, "_is_direct", lambda path: False)
-    assert all(rate.bandwidth > 0 for rate in measure.disk(0.01, tmp_path)[:2])
+    assert all(rate.bandwidth > 0 for rate in probes.disk(0.01, tmp_path)[:2])
 
 
 def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folder):
@@ -198,7 +198,7 @@ def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folde
 
 def test_attention_is_measured_as_cuda_has_it(monkeypatch):
     """Its forward returns, and its backward takes, the state of a dropout: unsigned numbers on the device, which a trace may not meet unannounced."""
-    cpu, shapes = measure._FUSED["cpu"], set()
+    cpu, shapes = probes._FUSED["cpu"], set()
 
     def forward(q, k, v, p, causal):
         return *cpu.forward(q, k, v, p, causal), None, None, 256, 256, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
@@ -208,7 +208,7 @@ def test_attention_is_measured_as_cuda_has_it(monkeypatch):
         shapes.add((tuple(seed.shape), tuple(offset.shape)))
         return cpu.backward(dout + 0 * seed.float().sum(), q, k, v, out, logsumexp, p, causal)
 
-    monkeypatch.setitem(measure._FUSED, "cpu", measure._Fused(forward, backward, (torch.float32,)))
-    rates = measure.attention_rates(torch.float32, torch.device("cpu"), 1e-3)
+    monkeypatch.setitem(probes._FUSED, "cpu", probes._Fused(forward, backward, (torch.float32,)))
+    rates = probes.attention_rates(torch.float32, torch.device("cpu"), 1e-3)
     assert all(rate > 0 for rate in rates) and shapes == {((2,), ())}
-    assert torch.float32 not in measure._FUSED["cuda"].dtypes
+    assert torch.float32 not in probes._FUSED["cuda"].dtypes

@@ -19,8 +19,8 @@ import pytest
 import fzero as fz
 from fzero.cli import commands, main
 from fzero.cli.target import load
+from fzero.plan.devices import KNOWN, Device, Link
 from fzero.program.show import show, statements
-from fzero.schedule.devices import KNOWN, Device, Link
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -270,7 +270,7 @@ WRONG = {
     "target.py:good": ["there is no file target.py", "near: targets.py"],
     "no/folder.py:good": ["there is no file no/folder.py", "there is no folder no"],
     "targest:good": ["there is no module 'targest'", "near: targets"],
-    "fzero.schedul:plan": ["there is no module 'fzero.schedul'", "near: fzero.schedule"],
+    "fzero.lowerin:plan": ["there is no module 'fzero.lowerin'", "near: fzero.lowering"],
     "targets.py": ["'targets.py' is not MODULE:FUNCTION"],
     "targets.py:": ["'targets.py:' is not MODULE:FUNCTION"],
     "targets.py:value": ["targets.py:value is not a function but int"],

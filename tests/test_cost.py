@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
 from fzero import compat, optim
+from fzero.build.build import build
 from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh
+from fzero.plan import cost
+from fzero.plan.devices import KNOWN, Device, Link, get_device
+from fzero.plan.fusion import kernels
 from fzero.program.ir import Function, Line, Placement, Program, Value
-from fzero.program.record import record
-from fzero.runtime.build import build
-from fzero.schedule import cost
-from fzero.schedule.devices import KNOWN, Device, Link, get_device
-from fzero.schedule.fusion import kernels
+from fzero.trace.record import record
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 128, 256, 1024
 CPU = KNOWN["cpu"]

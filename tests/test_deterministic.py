@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import compat, optim
+from fzero.build import cache, inductor, worker
 from fzero.errors import TraceError
 from fzero.program.ir import Function
-from fzero.program.record import record
-from fzero.runtime import cache, deterministic, inductor, worker
-from fzero.runtime.deterministic import Setting
+from fzero.trace import deterministic
+from fzero.trace.deterministic import Setting
+from fzero.trace.record import record
 
 CPU = torch.device("cpu")
 

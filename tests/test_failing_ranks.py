@@ -10,8 +10,9 @@ from unittest.mock import patch
 import torch
 
 import fzero as fz
+from fzero import agree
 from fzero.comm import replicas
-from fzero.runtime import agree, compiled
+from fzero.runtime import compiled
 
 CONFIG = {"scale": 1.0, "last loss": 0.0}
 STEP = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean() * CONFIG["scale"], fz.optim.sgd(0.0)))

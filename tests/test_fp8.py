@@ -19,14 +19,14 @@ from offloads import same
 
 import fzero as fz
 from fzero import compat, optim
+from fzero.build.build import build
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.program import scaled
+from fzero.operators import scaled_matmul
+from fzero.operators.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
+from fzero.plan.cost import cost_of, hardware_flops, model_flops
 from fzero.program.ir import Function
 from fzero.program.ops import transfer_bytes
-from fzero.program.record import record
-from fzero.program.scaled import E4M3, E5M2, quantized, scale_of, scaled_mm
-from fzero.runtime.build import build
-from fzero.schedule.cost import cost_of, hardware_flops, model_flops
+from fzero.trace.record import record
 
 WIDTH, TOKENS, BATCH = 32, 16, 4
 
@@ -507,14 +507,14 @@ def test_operands_lie_as_tensor_cores_read_them(monkeypatch, formats, dtype, row
             out = real(fakes[0], fakes[1], fakes[2], fakes[3], dtype, fast)
         assert out.device.type == "cuda" and out.dtype is dtype and out.shape == (a.shape[0], b.shape[1])
         assert not (scale_a.numel() > 1 and (b.dtype is E5M2 or dtype is not torch.bfloat16)), "kernels of older releases have no others by row"
-        return scaled._emulated(a, b, scale_a, scale_b, dtype)
+        return scaled_matmul._emulated(a, b, scale_a, scale_b, dtype)
 
     real = compat.scaled_mm
     monkeypatch.setattr(compat, "scaled_mm", on_tensor_cores)
     x, y = torch.randn(32, 48), torch.randn(48, 64)
     for a, b in ((x, y), (x.t().contiguous().t(), y.t().contiguous().t())):
         (qa, sa), (qb, sb) = quantized(a, formats[0], 1 if rows else None), quantized(b, formats[1], 0 if rows else None)
-        assert torch.equal(scaled._native(qa, qb, sa, sb, dtype), scaled_mm(qa, qb, sa, sb, dtype))
+        assert torch.equal(scaled_matmul._native(qa, qb, sa, sb, dtype), scaled_mm(qa, qb, sa, sb, dtype))
     assert {fast for _, fast in calls} == {formats == (E4M3, E4M3)}, "sums of fewer bits in the forward alone"
     assert {n for n, _ in calls} == {32 if rows and dtype is torch.bfloat16 and formats[1] is E4M3 else 1}
 

@@ -20,9 +20,9 @@ from test_fp8 import LOSS, LR, WIDTH, batches, every_node, init, loss_of, mlp, n
 import fzero as fz
 from fzero import optim
 from fzero.errors import CheckpointError, FzeroValueError
-from fzero.program.delayed import Fp8State, Slot, advanced
+from fzero.operators.scaled_matmul import E4M3, E5M2, saturated, scaled_mm
+from fzero.precision.delayed import Fp8State, Slot, advanced
 from fzero.program.ops import transfer_bytes
-from fzero.program.scaled import E4M3, E5M2, saturated, scaled_mm
 
 STEPS = 4
 

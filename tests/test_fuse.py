@@ -14,7 +14,7 @@ import fzero as fz
 from fzero import optim
 from fzero.program.ir import Program
 
-lower_file = importlib.import_module("fzero.lowering")
+lower_file = importlib.import_module("fzero.lowering.lower")
 
 
 def lowered(loss: Any, params: Any, batch: Any, transform: Any = lambda step: step, ranks: int = 1, **options: Any) -> Program:

@@ -12,9 +12,9 @@ import torch
 
 from fzero import compat
 from fzero.errors import TraceError
-from fzero.program import recurrent
-from fzero.program.record import Recorded, record
-from fzero.program.refusals import plainly
+from fzero.operators import recurrent
+from fzero.trace.record import Recorded, record
+from fzero.trace.refusals import plainly
 
 aten = torch.ops.aten
 LSTM, HIDDEN = 2, 4

@@ -21,7 +21,7 @@ from fzero.comm.tiers import Tiers
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.layout import extent_of
 from fzero.program.verify import verify
-from fzero.schedule.check import check
+from fzero.program.verify_pool import check
 
 WIDTH = 48
 SCALES = (0.1, 0.1, 9.0, 9.0, 0.1, 0.1, 9.0, 0.1)  # of the batch, and of the gradients: below the clip and above it
@@ -58,7 +58,7 @@ def batches(scales: tuple[float, ...] = SCALES) -> list[torch.Tensor]:
 @pytest.fixture
 def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the plan says of models as small as these."""
-    monkeypatch.setattr(sys.modules["fzero.lowering"], "fastest", lambda build, choices, budget: choices[-1])
+    monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "fastest", lambda build, choices, budget: choices[-1])
 
 
 def run(mesh: fz.Mesh, transforms: Any, optimizer: Any = None, scales: tuple[float, ...] = SCALES, **options: Any) -> tuple[Any, list[int], Any]:
@@ -163,7 +163,7 @@ def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:
 
 def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, bool]]:
     """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step without offload does."""
-    sys.modules["fzero.lowering"].fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
+    sys.modules["fzero.lowering.lower"].fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
     out = []
     for stage, shared in cases:
         mesh = fz.make_mesh(data=-1, shared_memory=shared)

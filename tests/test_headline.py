@@ -14,10 +14,10 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.bounds import Rests, Sizes
 from fzero.errors import BudgetError
+from fzero.lowering.bounds import Rests, Sizes
+from fzero.plan.devices import KNOWN, Link
 from fzero.progress import Progress
-from fzero.schedule.devices import KNOWN, Link
 from fzero.units import size
 
 GPU = fz.AbstractMesh(data=1, device_type="cuda")

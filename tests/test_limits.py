@@ -13,9 +13,9 @@ import torch
 
 import fzero as fz
 from fzero import optim
+from fzero.measure.roofline import Limits, report
+from fzero.plan.plan import Plan
 from fzero.program.ops import TRANSFERS
-from fzero.runtime.limits import Limits, report
-from fzero.schedule.plan import Plan
 
 D, LAYERS = 32, 3
 P = LAYERS * 8 * D * D  # parameters

@@ -24,10 +24,10 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
+from fzero.passes.tiers import blocks_updated_on_host
 from fzero.program.ops import COPIES
-from fzero.transforms.tiers import blocks_updated_on_host
 
-lower_file = importlib.import_module("fzero.lowering")
+lower_file = importlib.import_module("fzero.lowering.lower")
 
 TRAINED = [("gpt", "clipped"), ("mixed", "adamw"), ("mixed", "lamb"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}

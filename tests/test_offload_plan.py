@@ -17,15 +17,15 @@ from models import OPTIMIZERS, batches, meta_part
 import fzero as fz
 from fzero import errors, layout, optim
 from fzero.layout import Layout, Leaf
+from fzero.passes.tiers import blocks_updated_on_host
+from fzero.plan import cost
+from fzero.plan.devices import KNOWN, Device, Link
+from fzero.plan.plan import plan
+from fzero.plan.timeline import COMPUTE, simulate
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import COPIES
 from fzero.program.show import source
-from fzero.schedule import cost
-from fzero.schedule.devices import KNOWN, Device, Link
-from fzero.schedule.plan import plan
-from fzero.schedule.timeline import COMPUTE, simulate
 from fzero.transforms.offload import Offload, tiers_of
-from fzero.transforms.tiers import blocks_updated_on_host
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
@@ -222,7 +222,7 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
     """A device with room for what it computes is not charged with what the host's functions keep between operations."""
     program = lowered(fz.offload("cpu", update_on="host"), device="h100").program
     large = {name: 10**9 * (f.on == "host") for name, f in program.functions.items()}
-    from fzero.schedule.memory import memory_of
+    from fzero.plan.memory import memory_of
 
     samples = memory_of(program, lambda f: large[f.name])
     assert max(s.total for s in samples) < 10**9 <= max(s.host for s in samples)

@@ -24,9 +24,9 @@ from fzero.checkpoint import format, reading
 from fzero.comm import disk
 from fzero.errors import BudgetError, CheckpointError, FzeroError, FzeroTypeError, FzeroValueError, TierError, TransformError
 from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
-from fzero.leaves import opt_state_inputs, params_inputs
-from fzero.runtime import birth, resting
-from fzero.runtime.states import placed_inputs
+from fzero.lowering.layouts import opt_state_inputs, params_inputs
+from fzero.state import initialize, storage
+from fzero.state.assemble import placed_inputs
 from fzero.transforms.offload import Offload, tiers_of
 
 MESH = fz.AbstractMesh(data=1)
@@ -230,13 +230,13 @@ class Reached(NamedTuple):
     files: list[str]
 
 
-def _born(place: str, spread: str, path: str, whole: bool, size: int, part: int = birth.PART) -> Reached:
+def _born(place: str, spread: str, path: str, whole: bool, size: int, part: int = initialize.PART) -> Reached:
     mesh = fz.make_mesh(data=size)
-    birth.PART, kept = part, birth.PART  # type: ignore[misc]
+    initialize.PART, kept = part, initialize.PART  # type: ignore[misc]
     try:
         return _as_born(place, spread, path, whole, mesh)
     finally:
-        birth.PART = kept  # type: ignore[misc]
+        initialize.PART = kept  # type: ignore[misc]
 
 
 def _as_born(place: str, spread: str, path: str, whole: bool, mesh: fz.Mesh) -> Reached:
@@ -371,7 +371,7 @@ def test_birth_on_disk_holds_one_leaf_at_a_time(tmp_path: Path, monkeypatch: pyt
     with measured() as memory:
         state = train.init(large)
     assert leaf <= memory.peak <= BOUND, "the draw, its product, and what is being written"
-    monkeypatch.setattr(birth, "PART", leaf // 16)
+    monkeypatch.setattr(initialize, "PART", leaf // 16)
     for make in (PLACES["disk"](str(tmp_path)), PLACES["host"]("")):
         train = fz.compile(make(large_step()), mesh, backend="eager")
         with measured() as memory:
@@ -653,7 +653,7 @@ def test_a_move_from_disk_holds_no_leaf_twice(tmp_path: Path) -> None:
     with measured() as memory:
         state = fz.move(state, "home")
     assert memory.peak <= BOUND, "a leaf, buffers, and those of the leaf before; the state is let go leaf by leaf"
-    assert resting.load(state.opt_state.mu[0], torch.device("cpu")).any() == torch.tensor(False)
+    assert storage.load(state.opt_state.mu[0], torch.device("cpu")).any() == torch.tensor(False)
 
 
 def test_models_of_the_parity_table_are_born_anywhere(tmp_path: Path) -> None:

@@ -12,17 +12,19 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero import optim, pipeline, variants
+from fzero import optim
 from fzero.errors import VerifyError
+from fzero.lowering import variants
 from fzero.mesh import AbstractMesh
-from fzero.pipeline import Pass
+from fzero.passes import pipeline
+from fzero.passes.pipeline import Pass
+from fzero.plan import cost
+from fzero.plan.devices import get_device
+from fzero.plan.memory import memory_of
 from fzero.program.ir import Line, Program, Value, local_bytes
 from fzero.program.ops import OPS
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told
 from fzero.program.verify import verify
-from fzero.schedule import cost
-from fzero.schedule.devices import get_device
-from fzero.schedule.memory import memory_of
 
 PACKAGE = Path(fz.__file__).parent
 

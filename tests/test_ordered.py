@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim
-from fzero.program.ordered import IN_ORDER, add_at
+from fzero.operators.index_sums import IN_ORDER, add_at
 
 aten = torch.ops.aten
 ROWS, TOKENS, WIDTH = 3, 4096, 64  # few rows and many tokens: threads meet at every one of them

@@ -12,8 +12,8 @@ from torch import nn
 
 import fzero as fz
 from fzero import compat, optim
-from fzero.program.device import on_device
-from fzero.program.record import record
+from fzero.trace.device import on_device
+from fzero.trace.record import record
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

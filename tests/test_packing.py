@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from models import MODELS, OPTIMIZERS
 
 import fzero as fz
-from fzero.schedule import regions
-from fzero.schedule.packing import SLACK, Item, least, pack
+from fzero.passes import regions
+from fzero.passes.packing import SLACK, Item, least, pack
 
 spans = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda x: (x[0], x[0] + x[1]))
 lists_of_items = st.lists(st.builds(Item, st.integers(1, 5000), st.lists(spans, min_size=1, max_size=3).map(tuple), st.sampled_from([1, 64, 512])), max_size=16)

@@ -14,16 +14,16 @@ from models import BATCH, STAGES, batches, meta_part, part
 
 import fzero as fz
 from fzero import compat, errors, optim
+from fzero.measure.profile import allocated
+from fzero.plan.cost import channel
+from fzero.plan.devices import KNOWN
+from fzero.plan.memory import ROLES, memory_of, resting_bytes
+from fzero.plan.plan import plan
+from fzero.plan.timeline import COMPUTE, simulate
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.program.ops import transfer_bytes
-from fzero.program.record import record
-from fzero.program.storages import output_storages
-from fzero.runtime.profile import allocated
-from fzero.schedule.cost import channel
-from fzero.schedule.devices import KNOWN
-from fzero.schedule.memory import ROLES, memory_of, resting_bytes
-from fzero.schedule.plan import plan
-from fzero.schedule.timeline import COMPUTE, simulate
+from fzero.trace.record import record
+from fzero.trace.storages import output_storages
 from fzero.units import parse_bytes
 
 MESH = fz.AbstractMesh(data=2)

@@ -18,7 +18,7 @@ from fzero.errors import VerifyError
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES, COPIES, OPS
 from fzero.program.verify import verify
-from fzero.schedule.check import check
+from fzero.program.verify_pool import check
 
 
 def lowered(*transforms: Any, layers: int = 4, shared_memory: bool = True) -> Program:

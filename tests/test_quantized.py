@@ -15,10 +15,10 @@ from models import STAGES
 
 import fzero as fz
 from fzero import optim
-from fzero.blocks import block_expand, block_max, blocks_shape, has_blocks
 from fzero.layout import BLOCK, granule, shard_numel
+from fzero.operators.quant_blocks import block_expand, block_max, blocks_shape, has_blocks
 from fzero.optim.quantized import POSITIVE, SIGNED, dequantize, quantize
-from fzero.schedule.memory import resting_bytes
+from fzero.plan.memory import resting_bytes
 
 SHAPES = st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple)
 

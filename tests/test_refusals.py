@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import fzero as fz
 from fzero import compat, optim
 from fzero.errors import TraceError
-from fzero.program import hidden
-from fzero.program.record import Recorder
+from fzero.trace import overwrites
+from fzero.trace.record import Recorder
 
 PARAMS = {"mean": torch.zeros(4), "rows": torch.ones(10, 4), "var": torch.ones(4), "w": torch.ones(4, 4)}
 BATCH = torch.ones(8, 4)
@@ -229,7 +229,7 @@ def test_an_optimizer_names_its_line():
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize("op", hidden.REWRITTEN, ids=str)
+@pytest.mark.parametrize("op", overwrites.REWRITTEN, ids=str)
 def test_a_hidden_write_is_written_down(op):
     """Those of other devices too: what is recorded needs none."""
     settings = (True, 0.1, 1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from typing import Any
 
@@ -15,11 +14,11 @@ from models import MODELS, STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
+from fzero.passes import remat
+from fzero.passes.remat import rewrite
+from fzero.passes.split import Choices, flops_of
 from fzero.program.ir import Program
-from fzero.program.split import Choices, flops_of
-from fzero.transforms.remat import rewrite
 
-lower_file = importlib.import_module("fzero.lowering")
 FRACTIONS = [i / 16 for i in range(17)]
 
 
@@ -27,7 +26,7 @@ def base_of(loss: Any, params: Any, batch: Any) -> Program:
     """The program before remat."""
     found: list[Program] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower_file.remat, "rewrite", lambda program, *_: found.append(program) or program)
+        patch.setattr(remat, "rewrite", lambda program, *_: found.append(program) or program)
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
     return found[0]
 

@@ -11,8 +11,8 @@ import torch
 from fzero import compat
 from fzero import random as fzrandom
 from fzero.errors import TraceError
-from fzero.program.record import Recorded, record
-from fzero.program.results import Remembering, Results
+from fzero.trace.meta_cache import Remembering, Results
+from fzero.trace.record import Recorded, record
 
 aten = torch.ops.aten
 

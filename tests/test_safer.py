@@ -14,9 +14,9 @@ from offloads import same
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.program import counters
-from fzero.program.counters import LIMIT, OVERFLOW, PrecisionState
-from fzero.program.watch import Watched
+from fzero.precision import counters
+from fzero.precision.counters import LIMIT, OVERFLOW, PrecisionState
+from fzero.precision.statistics import Watched
 from fzero.transforms import precision
 
 # what is counted

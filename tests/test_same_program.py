@@ -16,10 +16,11 @@ import torch
 
 import fzero as fz
 from fzero import compat, optim
+from fzero.build import cache, inductor
 from fzero.program.ir import Function
-from fzero.program.record import record
-from fzero.program.segment import signature
-from fzero.runtime import cache, compiled, inductor
+from fzero.runtime import compiled
+from fzero.trace.record import record
+from fzero.trace.subgraph import signature
 
 PARAMS, BATCH = {"w": torch.eye(4)}, torch.ones(2, 4)
 

@@ -12,9 +12,9 @@ from models import MODELS, batches, meta
 
 import fzero as fz
 from fzero import compat
-from fzero.program.record import Recorded, record
-from fzero.program.segment import into_buffers, views_of
-from fzero.program.storages import storage_of
+from fzero.trace.record import Recorded, record
+from fzero.trace.storages import storage_of
+from fzero.trace.subgraph import into_buffers, views_of
 
 aten = torch.ops.aten
 

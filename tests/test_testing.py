@@ -20,21 +20,22 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim, tree
+from fzero.build import build
 from fzero.cli import main
 from fzero.comm import shared
 from fzero.comm.host import Apart
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
-from fzero.lowering import base_program
+from fzero.lowering import update_graph
+from fzero.lowering.lower import base_program
 from fzero.optim import apply_updates
-from fzero.program import optimizer
+from fzero.passes import remat, shard
 from fzero.program.ir import Program
 from fzero.program.ops import OPS
-from fzero.runtime import build, compiled, execute, training
+from fzero.runtime import compiled, execute, training
 from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
 from fzero.testing.check import setting_of
 from fzero.testing.tolerance import longest_chain, unit
-from fzero.transforms import remat, spread
 
 WIDTH, ROWS = 48, 24  # large enough for places in the pool
 
@@ -121,7 +122,7 @@ def buffer_of_another(patch):
 
 
 def leaves_swapped(patch):
-    update = spread._Rewrite._update
+    update = shard._Rewrite._update
 
     def swapped(self, line):
         lines = update(self, line)
@@ -133,7 +134,7 @@ def leaves_swapped(patch):
         last = lines.pop(assigns[0])
         return [*lines, last]
 
-    patch.setattr(spread._Rewrite, "_update", swapped)
+    patch.setattr(shard._Rewrite, "_update", swapped)
 
 
 def micro_batch_dropped(patch):
@@ -172,11 +173,11 @@ def clipping_lost(patch):
         updates, state = optim.adamw(1e-2).update(grads, opt_state[1], params)
         return apply_updates(params, updates, key), (opt_state[0], state)
 
-    patch.setattr(optimizer, "apply_optimizer", unclipped)
+    patch.setattr(update_graph, "apply_optimizer", unclipped)
 
 
 def scale_wrong(patch):
-    lower = sys.modules["fzero.lowering"]  # fz.lower is the function
+    lower = sys.modules["fzero.lowering.lower"]  # fz.lower is the function
     whole = lower.lower_train
     patch.setattr(lower, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
 
@@ -211,14 +212,14 @@ def copy_not_made(patch):
 
 
 def wait_dropped(patch):
-    whole = spread.rewrite
+    whole = shard.rewrite
 
     def without(*args: Any) -> Program:
         program = whole(*args)
         first = next(x for x in program.lines if x.op == "wait")
         return dataclasses.replace(program, lines=tuple(x for x in program.lines if x is not first))
 
-    patch.setattr(spread, "rewrite", without)
+    patch.setattr(shard, "rewrite", without)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -170,3 +172,59 @@ def test_describe():
     assert tree.describe(torch.zeros(3, 4, dtype=torch.bfloat16)) == "bfloat16[3, 4]"
     assert tree.describe(torch.tensor(1)) == "int64[]"
     assert tree.describe(3.0) == "float"
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("w",)
+    w: Any
+
+
+class Custom:
+    def __init__(self, *items: Any):
+        self.items = list(items)
+
+
+optree.register_pytree_node(Custom, lambda x: (x.items, None), lambda _, items: Custom(*items), namespace="fzero")
+
+
+def _swap(d: dict) -> None:
+    """The same values in the same order under other keys."""
+    a, b = d.pop("a"), d.pop("b")
+    d.update(b=a, a=b)
+
+
+CHANGES = {
+    "an item of a list": ([1, [2, 3]], lambda t: t[1].__setitem__(0, 9)),
+    "one more in a list": ([1, [2, 3]], lambda t: t[1].append(4)),
+    "one fewer, at the end": ([1, [2, 3]], lambda t: t[1].pop()),
+    "a value of a dict": ({"a": {"b": 1}}, lambda t: t["a"].update(b=2)),
+    "a key of a dict": ({"a": 1}, lambda t: t.update(z=t.pop("a"))),
+    "keys of a dict changed places": ({"a": 1, "b": 2}, _swap),
+    "one more in a dict": ({"a": 1}, lambda t: t.update(b=None)),
+    "an emptied dict": (({"a": 1}, {"b": 2}), lambda t: t[0].clear()),
+    "an equal container": ({"a": [1]}, lambda t: t.update(a=[1])),
+    "below a tuple": ((1, Moments(mu={"x": 1}, nu=None)), lambda t: t[1].mu.update(x=2)),
+    "an ordered dict": (OrderedDict(a=1, b=2), lambda t: t.move_to_end("a")),
+    "a deque": ({"a": deque([1, 2])}, lambda t: t["a"].rotate()),
+    "a field": ([Linear(1, b=[2])], lambda t: setattr(t[0], "w", 7)),
+    "a field that is new": ([Linear(1)], lambda t: setattr(t[0], "b", 7)),
+    "a field in a slot": ([Slotted(1)], lambda t: setattr(t[0], "w", 7)),
+    "a container of a user's own": ([Custom(1, [2])], lambda t: t[0].items.append(3)),
+    "below a container of a user's own": ([Custom(1, [2])], lambda t: t[0].items[1].append(3)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_put_into_a_tree_is_seen(name):
+    made, change = CHANGES[name]
+    t = copy.deepcopy(made)
+    contents = tree.Contents({"before": {"x": 1}}, t, ["after"])
+    assert contents.same()
+    change(t)
+    assert not contents.same()
+
+
+@given(_trees(st.integers()))
+def test_a_tree_that_was_let_be_is_the_same(t):
+    assert tree.Contents(t).same() and tree.Contents(t, t).same() and tree.Contents().same()

@@ -12,7 +12,7 @@ from models import batches, meta, meta_part
 
 import fzero as fz
 from fzero import optim
-from fzero.program import update
+from fzero.passes import cut_update
 
 PARAMS = {"v": torch.arange(5.0), "w": torch.arange(12.0).reshape(4, 3) / 12}
 BATCHES = list((torch.arange(24.0).reshape(3, 2, 4) / 24).unbind())
@@ -87,12 +87,12 @@ def test_alike_blocks_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep the model, the update is extracted as often."""
     extracted: list[Any] = []
 
-    class Counted(update.Part):
+    class Counted(cut_update.Part):
         def extract(self, names: Any = None) -> Any:
             extracted.append(self)
             return super().extract(names)
 
-    monkeypatch.setattr(update, "Part", Counted)
+    monkeypatch.setattr(cut_update, "Part", Counted)
     step = fz.shard_params(fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))))
     counts = []
     for layers in (2, 8):

@@ -19,12 +19,12 @@ from offloads import OFFLOADS
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError, TransformError, VerifyError
+from fzero.passes import tiers
+from fzero.plan.memory import ROLES, memory_of
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COPIES, transfer_bytes
 from fzero.program.verify import verify
-from fzero.schedule.check import check
-from fzero.schedule.memory import ROLES, memory_of
-from fzero.transforms import tiers
+from fzero.program.verify_pool import check
 
 # --- the same bits ---
 

@@ -23,10 +23,10 @@ from fzero import optim
 from fzero.errors import BudgetError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.optim.loss_scale import LossScale
+from fzero.passes import tiers
 from fzero.program.ir import Program
 from fzero.program.ops import from_to
 from fzero.program.verify import verify
-from fzero.transforms import tiers
 
 WIDTH, LAYERS = 32, 3
 
@@ -233,7 +233,7 @@ def test_a_gradient_that_is_read_before_it_is_written_is_refused(tmp_path: Path)
 @pytest.mark.usefixtures("all_leave")
 def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of guesses that are right and of some that are wrong."""
-    monkeypatch.setattr(sys.modules["fzero.lowering"], "fastest", lambda build, choices, budget: choices[-1])
+    monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "fastest", lambda build, choices, budget: choices[-1])
     want, apart = test_guess.waited(), fz.make_mesh(data=1, unified_memory=False)
     for name, options in (("disk", {}), ("disk, streamed", {}), ("host", {"host_budget": "1GB"}), ("all on disk", {}), ("all on disk, streamed", {})):
         found, _, train = test_guess.run(apart, OFFLOADS[name](tmp_path), **options)

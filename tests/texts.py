@@ -20,7 +20,7 @@ from models import MODELS, OPTIMIZERS, STAGES, batches, meta, meta_part
 
 import fzero as fz
 from fzero import optim
-from fzero.runtime.agree import describe
+from fzero.agree import describe
 
 PARITY = {
     "bare": ("bare", "adamw", STAGES[2](), 2),

@@ -142,8 +142,15 @@ def _fields(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls) if f.init)
 
 
+_MOVED = {
+    "fzero.program.counters:PrecisionState": "fzero.precision.counters:PrecisionState",
+    "fzero.program.delayed:Fp8State": "fzero.precision.delayed:Fp8State",
+}
+"""Types of a state by the module that held them when a checkpoint was written, each with that which holds them now."""
+
+
 def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:
-    module_name, _, qualname = where.partition(":")
+    module_name, _, qualname = _MOVED.get(where, where).partition(":")
     if module_name not in sys.modules and module_name.split(".")[0] == "fzero":
         with contextlib.suppress(ImportError):
             importlib.import_module(module_name)

@@ -35,7 +35,7 @@ exit code: 0; 1 if they differ; 2 for flags or a target that cannot be meant""",
     "calibrate": """
 examples:
   fzero calibrate
-  torchrun --nproc-per-node 8 -m fzero.runtime.calibrate     (over the links between these ranks)""",
+  torchrun --nproc-per-node 8 -m fzero.measure.calibrate     (over the links between these ranks)""",
 }
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)

@@ -22,17 +22,17 @@ from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
-from fzero.leaves import auto_of
-from fzero.lowering import Lowered, lower
+from fzero.lowering.layouts import auto_of
+from fzero.lowering.lower import Lowered, lower
+from fzero.measure.calibrate import calibrate
+from fzero.measure.probes import SCRATCH
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
-from fzero.pipeline import Name
+from fzero.passes.pipeline import Name
+from fzero.plan.calibration import calibration_path, elsewhere
+from fzero.plan.devices import Device, get_device
+from fzero.plan.plan import fits
 from fzero.program.show import show
 from fzero.progress import shown
-from fzero.runtime.calibrate import calibrate
-from fzero.runtime.measure import SCRATCH
-from fzero.schedule.calibration import calibration_path, elsewhere
-from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import fits
 from fzero.step import Step
 from fzero.testing import check_equivalent
 from fzero.units import parse_budgets, parse_bytes

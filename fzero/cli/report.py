@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from fzero.lowering import Lowered
+from fzero.lowering.lower import Lowered
+from fzero.plan.devices import Device
+from fzero.plan.plan import Plan
+from fzero.plan.render import Table, draw, plain, tables
 from fzero.program.ir import Program
 from fzero.program.show import statements
-from fzero.schedule.devices import Device
-from fzero.schedule.plan import Plan
-from fzero.schedule.render import Table, draw, plain, tables
 from fzero.testing import Report
 from fzero.units import duration, rate, size
 

@@ -6,7 +6,7 @@ through a socket, copied twice or reduced twice: gathering is one copy of the ot
 rank's summand, in the order of the ranks, so that the result does not depend on who came first. A rank that leaves closes its connection, which is
 what a wait then sees.
 
-When a buffer may be written again is settled in the program: [Note: release] in schedule/uses.py.
+When a buffer may be written again is settled in the program: [Note: release] in program/liveness.py.
 """
 
 from __future__ import annotations

@@ -22,26 +22,9 @@ from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
 from fzero.optim.rounding import stochastic_round
-from fzero.optim.schedules import (
-    Schedule,
-    constant,
-    cosine,
-    linear,
-    warmup_cosine,
-    warmup_decay_lr,
-    warmup_lr,
-    warmup_stable_decay,
-)
+from fzero.optim.schedules import Schedule, constant, cosine, linear, warmup_cosine, warmup_decay_lr, warmup_lr, warmup_stable_decay
 from fzero.optim.sgd import TraceState, sgd, trace
-from fzero.optim.transforms import (
-    ScaleByScheduleState,
-    add_decayed_weights,
-    clip_by_global_norm,
-    scale,
-    scale_by_learning_rate,
-    scale_by_schedule,
-    set_to_zero,
-)
+from fzero.optim.transforms import ScaleByScheduleState, add_decayed_weights, clip_by_global_norm, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
 
 __all__ = [
     "EmptyState",

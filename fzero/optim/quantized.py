@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.blocks import block_expand, block_max, blocks_shape, has_blocks
+from fzero.operators.quant_blocks import block_expand, block_max, blocks_shape, has_blocks
 from fzero.optim.leaves import check_floating
 from fzero.tree import Tree
 

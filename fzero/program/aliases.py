@@ -1,6 +1,6 @@
 """Aliases: which result of a line may lie in the memory of which of its arguments.
 
-Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph (fzero/program/storages.py).
+Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph (fzero/trace/storages.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from fzero.program.ir import Function, Line
 from fzero.program.ops import OPS
-from fzero.program.storages import Output, output_storages
+from fzero.trace.storages import Output, output_storages
 
 
 class Aliases:

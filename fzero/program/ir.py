@@ -17,13 +17,13 @@ things that need no trace: `cast`, `buffer` (memory for what is written before i
 micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated
 themselves (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once,
 but for the leaves of the state: their buffers are donated, and `writes` says which a line overwrites. `redo` compares scalars with the guesses
-that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/program/guess.py);
+that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/passes/speculate.py);
 a plan counts it as not carried out. `zeros` makes a value of zeros.
 
-A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/program/scaled.py).
+A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/operators/scaled_matmul.py).
 
 [Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
-gradients, sums over micro-batches. `Line.into` holds places in it (schedule/buffers.py):
+gradients, sums over micro-batches. `Line.into` holds places in it (passes/pool.py):
   call, cast, buffer, accumulate   one for each result (None: allocated anew); the line writes there
   all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
   reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
@@ -50,7 +50,7 @@ import torch
 
 from fzero.layout import Layout, Leaf, grid_of, shard_numel
 from fzero.mesh import AbstractMesh
-from fzero.program.record import Recorded
+from fzero.trace.record import Recorded
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fzero.layout import COMPUTE
 from fzero.program.ops import OPS
 
 if TYPE_CHECKING:
-    from fzero.program.ir import Program
+    pass
 
 RESERVED = frozenset(
     {
@@ -48,18 +47,6 @@ class Names:
         self._next[name] = number
         self._taken.add(new)
         return new
-
-
-def apart(program: Program) -> Program:
-    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block `embed`."""
-    values = set(program.values())
-    both = [name for name in program.functions if name in values]
-    if not both:
-        return program
-    names = Names((*values, *program.functions))
-    new = {name: names(f"{name}_fn") for name in both}
-    program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
-    return replace(program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()})
 
 
 def identifier(path: str) -> str:

@@ -1,1 +1,1 @@
-"""Running: functions built, programs executed, states born, ranks in agreement."""
+"""Running: steps compiled for a mesh, their programs executed on batches."""

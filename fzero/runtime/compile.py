@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero.errors import FzeroTypeError, message
-from fzero.leaves import zero_of
+from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
 from fzero.runtime.evaluation import CompiledEval
 from fzero.runtime.training import CompiledStep

@@ -15,28 +15,27 @@ from typing import Any, TypeVar
 
 import torch
 
-from fzero import tree
-from fzero.budget import Budget
+from fzero import agree, tree
+from fzero.build.build import build, check_backend
+from fzero.build.cache import logger
 from fzero.errors import FzeroValueError, message
 from fzero.layout import storage_of, ties
-from fzero.leaves import batch_inputs
-from fzero.lowering import Lowered, lower_inputs
+from fzero.lowering.budget import Budget
+from fzero.lowering.layouts import batch_inputs
+from fzero.lowering.lower import Lowered, lower_inputs
 from fzero.mesh import Mesh
-from fzero.program import strides
-from fzero.program.ambient import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
-from fzero.program.device import on_device
+from fzero.plan.devices import Device, get_device
+from fzero.plan.plan import Decision, Plan
 from fzero.program.ir import Program
-from fzero.program.settings import GLOBAL_GENERATORS, Position, Settings, changes, counted, settings, timed
+from fzero.program.lines import Inputs
 from fzero.program.show import name_of
-from fzero.program.trace import Inputs
 from fzero.progress import shown
-from fzero.runtime import agree, deterministic
-from fzero.runtime.build import build, check_backend
-from fzero.runtime.cache import logger
 from fzero.runtime.execute import executable
-from fzero.schedule.devices import Device, get_device
-from fzero.schedule.plan import Decision, Plan
 from fzero.step import EvalStep, check_bare
+from fzero.trace import deterministic, strides
+from fzero.trace.device import on_device
+from fzero.trace.settings import GLOBAL_GENERATORS, Position, Settings, changes, counted, settings, timed
+from fzero.trace.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -63,7 +62,7 @@ MOST_PROGRAMS = 16
 LOOKED_AT_EVERY = 16
 """Calls of a program after which what its functions read beside their arguments is compared; at each of as many first ones; and whenever the time since the
 last call is so long that a look takes less than `_SHARE` of it."""
-_SHARE = 0.01
+_SHARE = 0.002
 
 
 @dataclass

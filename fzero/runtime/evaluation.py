@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.build.cache import logger
 from fzero.errors import FzeroValueError, message
-from fzero.leaves import abstract_params, params_inputs
-from fzero.lowering import Lowered
+from fzero.lowering.layouts import abstract_params, params_inputs
+from fzero.lowering.lower import Lowered
 from fzero.mesh import Mesh
-from fzero.program.trace import Inputs
-from fzero.runtime.cache import logger
+from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.states import Last, check_values, differences, placed_inputs, unplaced
+from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
 from fzero.step import EvalStep, check_params
 
 

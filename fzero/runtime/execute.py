@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from fzero import agree
+from fzero.build.tracebacks import compiled
 from fzero.comm.host import host_pool
 from fzero.comm.tiers import Arriving, Tiers
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
+from fzero.measure.roofline import limits_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
 from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to
 from fzero.program.show import name_of, source
-from fzero.runtime import agree
-from fzero.runtime.limits import limits_of
-from fzero.runtime.tracebacks import compiled
 
 
 def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
@@ -60,7 +60,7 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
             raise failed
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
 
-    whole_run.namespace = namespace  # type: ignore[attr-defined]  # what runtime/profile.py puts a clock around
+    whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
@@ -69,27 +69,6 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
 def _on_host(run: Callable[..., Any], function: Function, tiers: Tiers) -> Callable[..., Any]:
     """A function that the host runs, when nothing that it writes is on its way to the device."""
     return tiers.settled(run, lambda *args: (*(args[i] for i in function.writes), *args[-1]))
-
-
-def as_called(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as the program's lines call it: its one result, a tuple of several, or nothing when it writes its arguments."""
-    if function.into:
-        return _writing(function, run)
-    return (lambda *args: run(*args)[0]) if len(function.graph.outputs) == 1 else run
-
-
-def _writing(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is given buffers for some of its results: those come back in place of what it would have returned."""
-    number, given = len(function.graph.outputs), function.into
-    returned = [i for i in range(number) if i not in given]
-
-    def call(*args: Any, into: Sequence[Any]) -> Any:
-        results = list(into)
-        for i, x in zip(returned, run(*args, *(into[i] for i in given)), strict=True):
-            results[i] = x
-        return results if number > 1 else results[0]
-
-    return call
 
 
 class _Running:

@@ -10,26 +10,27 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fzero import agree, tree
 from fzero import random as fzrandom
-from fzero import tree
 from fzero.arguments import count
-from fzero.auto import check_auto
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
-from fzero.leaves import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
-from fzero.lowering import Lowered, resolve
+from fzero.lowering.auto import check_auto
+from fzero.lowering.layouts import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
+from fzero.lowering.lower import Lowered, resolve
+from fzero.measure import profile
 from fzero.mesh import Mesh, return_freed_memory
-from fzero.program.guess import guessed_leaves
-from fzero.program.segment import signature
-from fzero.program.trace import Inputs
-from fzero.runtime import agree, birth, gather, profile, resting
+from fzero.passes.speculate import guessed_leaves
+from fzero.plan.timeline import Event
+from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.safer import Safer
-from fzero.runtime.states import KEPT, Last, abstract_state, assembled, check_layouts, check_memory, check_values, kept, placed_inputs, state_leaves
+from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
-from fzero.schedule.timeline import Event
+from fzero.state import gather, initialize, storage
+from fzero.state.assemble import KEPT, Last, abstract_state, assembled, check_layouts, check_memory, check_values, kept, placed_inputs, state_leaves
 from fzero.step import INIT_STREAM, State, Step, check_one_batch, check_params, check_state, lasting
+from fzero.trace.subgraph import signature
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
@@ -94,15 +95,15 @@ class CompiledStep(Compiled):
         places = self._places(inputs, opt_inputs, "init")
 
         def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
-            return resting.put(value, leaf, places, self.mesh)
+            return storage.put(value, leaf, places, self.mesh)
 
         def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
             if graph is not None:
-                made = birth.from_function(graph, key, inputs, self.mesh, put)
+                made = initialize.from_function(graph, key, inputs, self.mesh, put)
             else:
                 flat = tree.leaves(params)
                 made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
-            return made, birth.opt_state(self.step, inputs, opt_inputs, lambda i: resting.load(made[i], self.mesh.device), self.mesh, put)
+            return made, initialize.opt_state(self.step, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put)
 
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
@@ -123,7 +124,7 @@ class CompiledStep(Compiled):
         """What stands in a new state for the leaves off the device."""
         self._last.let_go()  # a state that nobody else holds any more makes room for the new one
         self._guesses = (None, None, False)
-        return resting.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
+        return storage.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
 
     @alone("restore")
     def restore(self, path: str | Path, params: Any = None) -> State:
@@ -282,7 +283,7 @@ class CompiledStep(Compiled):
         if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
             guessed = guessed_leaves(self.program)
             leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
-            self._guesses = self._last.trees, self.program, resting.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+            self._guesses = self._last.trees, self.program, storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
         return self._guesses[2]
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:

@@ -16,7 +16,7 @@ import torch
 from fzero import tree
 from fzero.errors import FzeroValueError, LossScaleError, message
 from fzero.mesh import Mesh
-from fzero.program.trace import Inputs
+from fzero.program.lines import Inputs
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:

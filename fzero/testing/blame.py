@@ -15,13 +15,13 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroError
-from fzero.lowering import base_program, zero_of
+from fzero.loss import Weighted
+from fzero.lowering.lower import base_program, zero_of
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program
-from fzero.program.means import Weighted
 from fzero.runtime.compile import compile
-from fzero.runtime.resting import load
 from fzero.runtime.training import CompiledStep
+from fzero.state.storage import load
 from fzero.step import State, wants_key
 from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values

@@ -12,20 +12,20 @@ import torch.distributed as dist
 
 from fzero import random as fzrandom
 from fzero import tree
+from fzero.agree import describe, difference
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
-from fzero.leaves import batch_inputs
-from fzero.lowering import base_program, zero_of
+from fzero.lowering.layouts import batch_inputs
+from fzero.lowering.lower import base_program, zero_of
 from fzero.mesh import Mesh, make_mesh
-from fzero.program.block import every_call_traced
 from fzero.program.ir import Program
-from fzero.program.segment import signature
-from fzero.runtime.agree import describe, difference
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
 from fzero.testing.tolerance import LAMBDA, NUM_MOVED, PRECISIONS, WAYS, Roundoff, moved, noise, roundoff, unit, with_gradients
+from fzero.trace.block import every_call_traced
+from fzero.trace.subgraph import signature
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision, begun

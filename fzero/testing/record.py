@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from fzero.measure.profile import Following
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS, STARTS, is_guess
-from fzero.runtime.profile import Following
 
 
 @dataclass

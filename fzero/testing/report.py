@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fzero.schedule.render import Table, brief, plain
+from fzero.plan.render import Table, brief, plain
 
 NUM_ROWS = 12
 """Leaves that a table shows: those that differ first, then those that come closest to it."""

@@ -43,9 +43,9 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
+from fzero.operators.scaled_matmul import E5M2
 from fzero.optim import GradientTransformation
 from fzero.program.ir import Program
-from fzero.program.scaled import E5M2
 from fzero.step import Step, wants_key
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8

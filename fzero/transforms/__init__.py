@@ -1,1 +1,1 @@
-"""Transforms: Step -> Step. Each file is one transform: what it promises, its rewrite, its errors."""
+"""Transforms: Step -> Step. Each file is one specification: its arguments, what it promises, its errors. Passes carry it out."""

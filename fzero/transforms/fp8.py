@@ -1,5 +1,5 @@
-"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid out as a program: fzero/program/fp8.py;
-and on the lines that gather what only such products read: fzero/program/narrow.py.
+"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid out as a program: fzero/precision/fp8.py;
+and on the lines that gather what only such products read: fzero/precision/fp8_gather.py.
 
 What rests, what is communicated as gradients and what everything but these products computes in is as without it.
 """
@@ -15,7 +15,7 @@ import torch
 from fzero.arguments import accepts, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
-from fzero.program.scaled import MULTIPLE
+from fzero.operators.scaled_matmul import MULTIPLE
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 

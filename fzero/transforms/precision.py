@@ -17,7 +17,7 @@ from fzero.arguments import accepts, flag, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
-from fzero.program.device import computes_in
+from fzero.trace.device import computes_in
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 

@@ -1,4 +1,4 @@
-"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one rewrite: spread.py."""
+"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one pass: fzero/passes/shard.py."""
 
 from __future__ import annotations
 

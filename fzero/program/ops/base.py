@@ -19,7 +19,7 @@ ANY = -1
 """Any number of arguments or results."""
 
 MICRO: Mapping[str, type] = {"micro": tuple}  # the micro-batch that a repeated line is for, and how many there are
-GUESS: Mapping[str, type] = {"guess": bool}  # carried out on a guess (fzero/program/guess.py)
+GUESS: Mapping[str, type] = {"guess": bool}  # carried out on a guess (fzero/passes/speculate.py)
 
 
 class Text(NamedTuple):
@@ -108,7 +108,7 @@ class Op:
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA the device alone waits, so these do
             before they write.
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
-        pool: how its results lie in the pool (fzero/schedule/buffers.py): "total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results" or "".
+        pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
         outlives: whether its results are read after the loop that it is in, and grow with each turn.
         makes_own: whether its results share memory with nothing.
@@ -200,7 +200,7 @@ class Start(Op):
     reads_until_wait: ClassVar[bool] = True  # it reads where its arguments lie; a reduction reads their copies in the pool
     holds_device_only: ClassVar[bool] = False  # its wait holds up the device alone: the host goes on while the transfer still reads there
     tree: ClassVar[bool] = False  # whether its messages, where they are small, go up and down a tree instead of around a ring
-    hoisted: ClassVar[str] = ""  # where it starts (fzero/schedule/order.py): "ahead" of what needs it, "at once" when what it moves is made, or where it is
+    hoisted: ClassVar[str] = ""  # where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is made, or where it is
 
     def channel(self, line: Line) -> str:
         """The queue that it joins."""

@@ -11,7 +11,7 @@ import torch
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Line, Program, Value, local_bytes
 from fzero.program.ops.base import GUESS, Op, Rules, Running, Standing, Text, Told, called, into, join_text
-from fzero.program.record import Recorded
+from fzero.trace.record import Recorded
 
 JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": lambda total, part: total.add_(part),
@@ -63,7 +63,7 @@ class Loop(Op):
 
 
 class Redo(Op):
-    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they differ (fzero/program/guess.py)."""
+    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they differ (fzero/passes/speculate.py)."""
 
     name = "redo"
     out = 0

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fzero.mesh import AbstractMesh
-from fzero.program import scaled
+from fzero.operators import scaled_matmul
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Text, Told, called, dtype_name, into, micro_of, micro_text, over
-from fzero.program.segment import ancestors
+from fzero.trace.subgraph import ancestors
 
 
 class Call(Op):
@@ -86,7 +86,7 @@ class Call(Op):
 
 
 class Cast(Op):
-    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype (fzero/program/scaled.py)."""
+    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
 
     name = "cast"
     out = 1
@@ -129,7 +129,7 @@ class Cast(Op):
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [scaled.cast(args[0], args[1], line.attrs["through"]) if len(args) > 1 else args[0].to(line.attrs["dtype"], copy=True)]
+        return [scaled_matmul.cast(args[0], args[1], line.attrs["through"]) if len(args) > 1 else args[0].to(line.attrs["dtype"], copy=True)]
 
     def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
         of.made(line.out, micro, line.args[0] if len(line.args) == 1 else None)
@@ -137,7 +137,7 @@ class Cast(Op):
 
 def _cast(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None, through: str = "", into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
     """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype that it is computed in otherwise."""
-    x = x if scale is None else scaled.cast(x, scale, getattr(torch, through))
+    x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 

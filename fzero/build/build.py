@@ -1,0 +1,85 @@
+"""Functions made executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct function."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fzero.operators import quant_blocks
+from fzero import compat, random
+from fzero.errors import FzeroValueError, message
+from fzero.mesh import Mesh
+from fzero.trace.device import by_operation, on_device, on_host, substituted
+from fzero.program.ir import Function
+from fzero.trace.record import Recorded
+from fzero.trace.subgraph import into_buffers
+from fzero.build import inductor
+from fzero.build.calls import as_called
+
+BACKENDS = ("inductor", "eager")
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raises if a backend cannot run here."""
+    if backend not in BACKENDS:
+        raise FzeroValueError(message("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}"))
+    if backend == "inductor" and device.type == "cpu" and not has_compiler():
+        raise FzeroValueError(
+            message("compile", "the inductor backend needs a C++ compiler on the CPU, and there is none", fix="install g++ or clang, or use backend='eager'")
+        )
+
+
+def has_compiler() -> bool:
+    """Whether this machine has a C++ compiler for Inductor's CPU code."""
+    import os
+
+    return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
+
+
+def build(
+    functions: Mapping[str, Function], backend: str, mesh: Mesh, progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """The functions as a program's lines call them (see `calls.as_called`). All ranks of the mesh call it together.
+
+    With the inductor backend a function is compiled once: what an earlier run compiled is loaded (build/cache.py), the rest is divided
+    among the ranks that share a cache. See docs/build.md.
+
+    Args:
+        functions: by name.
+        backend: "inductor" or "eager".
+        mesh: whose device they run on.
+        progress: called with the number of functions this rank has compiled, the number it compiles in all, and the name of the last. By default
+            a line in the log `fzero`, at level INFO.
+
+    Communication: a few hundred bytes through the store.
+
+    Raises:
+        FzeroError: a function cannot be compiled.
+        DivergenceError: naming the rank that did not deliver what it had to compile.
+    """
+    built: dict[str, Callable[..., Any]] = {}
+    waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
+    for name, function in functions.items():
+        device = mesh.device if function.on == "device" else torch.device("cpu")
+        graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
+        if backend == "eager" or not _worth_compiling(graph):
+            built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
+        else:
+            waiting.setdefault(device, {})[name] = function, substituted(graph, _EXPANDED)
+    for device in sorted(waiting, key=str):
+        built |= inductor.compiled(waiting[device], mesh, device, progress)
+    return {name: built[name] for name in functions}
+
+
+_EXPANDED = {**random.DECOMPOSITIONS, **quant_blocks.DECOMPOSITIONS}
+"""Operators of our own, and what a compiler gets instead."""
+
+
+def _worth_compiling(graph: Recorded) -> bool:
+    """A function of scalars, or of one operation, gains nothing from a compiler."""
+    values = [n.meta.get("val") for n in graph.graph.nodes]
+    operations = [n for n in graph.graph.nodes if n.op == "call_function" and not compat.is_view(n.target)]
+    return len(operations) > 1 and any(isinstance(v, torch.Tensor) and v.numel() > 1024 for v in values)

@@ -1,0 +1,185 @@
+"""Functions compiled by Inductor: from the cache, from a process that compiles, or from another rank that did."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.errors import FzeroError, message
+from fzero.mesh import Mesh
+from fzero.program.ir import Function
+from fzero.trace.record import Recorded
+from fzero.trace.subgraph import into_buffers
+from fzero.progress import shown
+from fzero.build import cpp_kernels, graph_pickle, worker
+from fzero.build.cache import Cache, Entry, host, key, logger, open_cache
+from fzero.build.calls import as_called
+from fzero.build.share import Share
+
+Functions = Mapping[str, tuple[Function, Recorded]]
+"""By name: functions, and their graphs as they are to be compiled."""
+
+
+def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
+    """See `build.build`. `device`: that they run on, the mesh's or its host."""
+    start = time.perf_counter()
+    cache = open_cache()
+    keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
+    load = _Loader(functions, keys)
+    built = load(cache) if cache is not None else {}
+    share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
+    mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
+    num_compiled = num_ready = 0
+
+    def make(cache: Cache, names: set[str]) -> None:
+        """Compiles functions, each key once, and loads all that the cache holds then."""
+        nonlocal num_compiled, num_ready
+        jobs = {keys[n]: n for n in functions if n in names}
+        num_ready = 0
+
+        def done(name: str) -> None:
+            nonlocal num_ready
+            num_ready += 1
+            if progress is not None:
+                progress(num_ready, len(jobs), name)
+            else:
+                logger.info("compiled %d of %d: %s, %.1f s", num_ready, len(jobs), name, time.perf_counter() - start)
+
+        if jobs:
+            num_compiled += len(jobs)
+            compile_ = _compile_apart if device.type == "cpu" else _compile_here
+            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
+
+    far = shown("fzero.compile", lambda: f"compiling, {num_ready} of {num_compiled} functions are ready")
+    with far if mesh.rank == 0 else contextlib.nullcontext():
+        if cache is not None:
+            with share.delivering():
+                make(cache, {n for n in functions if n not in built and keys[n] in mine})
+            share.wait()
+            built |= load(cache, built)
+        if len(built) < len(functions):  # the cache is off, too small, or someone clears it
+            with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
+                own = Cache(Path(folder))
+                make(own, set(functions) - set(built))
+                built |= load(own, built)
+    logger.info("%d functions are ready after %.1f s, %d of them compiled by rank %d", len(functions), time.perf_counter() - start, num_compiled, mesh.rank)
+    return built
+
+
+class _Loader:
+    """Entries made callable; those that were compiled together share a library, and load it once."""
+
+    def __init__(self, functions: Functions, keys: Mapping[str, str]):
+        self._functions, self._keys = functions, keys
+        self._libraries: dict[str, Any] = {}
+
+    def __call__(self, cache: Cache, built: Mapping[str, Any] = {}) -> dict[str, Callable[..., Any]]:
+        """Those of the functions that the cache holds and that are not built yet."""
+        made: dict[str, Callable[..., Any]] = {}
+        for name in (n for n in self._functions if n not in built):
+            path = cache.path(self._keys[name])
+            if (entry := cache.read(self._keys[name])) is not None:
+                try:
+                    made[name] = self._callable(name, entry, path)
+                except Exception as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
+                    logger.info("the cached function %s cannot be loaded and will be compiled again: %s: %s", path, type(error).__name__, error)
+                    path.unlink(missing_ok=True)
+        return made
+
+    def _callable(self, name: str, entry: Entry, path: Path) -> Callable[..., Any]:
+        function, graph = self._functions[name]
+        if not entry.text:
+            return as_called(function, compat.load_artifact(entry.library))
+        library = None
+        if entry.library:
+            library = self._libraries.get(entry.digest) or cpp_kernels.load_library(path)
+            self._libraries[entry.digest] = library
+        return cpp_kernels.function_of(name, entry.text, library, [graph.constants[n] for n in _literals(graph)])
+
+
+def _compile_apart(
+    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+) -> dict[str, Callable[..., Any]]:
+    """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold.
+
+    If that fails, because this torch has another Inductor inside than is known here, all are left to Inductor's public way, which is slower.
+    """
+    jobs = [_job(keys[name], name, function, graph) for name, (function, graph) in functions.items()]
+    words: list[str] = []
+    try:
+        skipped = worker.compile_jobs(jobs, cache, cores, done)
+    except worker.Failed as failed:
+        words = str(failed).strip().splitlines()[-20:]
+        skipped = dict.fromkeys(functions, f"what torch {torch.__version__} cannot put in a cache: {words[-1]}")
+        logger.warning("fzero.compile: every start compiles all functions anew, for this torch does not compile as expected: %s", words[-1])
+    made = {}
+    for name, why in skipped.items():
+        logger.info("%s is compiled at every start, for its code holds %s", name, why)
+        try:
+            made[name] = as_called(functions[name][0], _artifact(*functions[name], device))
+        except Exception as error:
+            said = [*words, *str(error).strip().splitlines()[-20:]]
+            fix = "look at the compiler's words above; backend='eager' needs no compiler"
+            raise FzeroError(message("compile", "functions cannot be compiled", said, fix)) from error
+        done(name)
+    return made
+
+
+def _compile_here(
+    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+) -> dict[str, Callable[..., Any]]:
+    """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache. Returns them all."""
+    made = {}
+    for name, (function, graph) in functions.items():
+        artifact = _artifact(function, graph, device)
+        try:
+            cache.write(keys[name], Entry("", compat.artifact_bytes(artifact)))
+        except (RuntimeError, AssertionError, OSError) as error:
+            logger.info("%s is compiled at every start: %s", name, error)
+        made[name] = as_called(function, artifact)
+        done(name)
+    cache.trim()
+    return made
+
+
+def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
+    graph = into_buffers(graph, function.into)
+    values = [n.meta["val"] for n in graph.inputs]
+    return compat.inductor_compile(graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values])
+
+
+def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:
+    """What a worker needs of a function. Its literals become arguments, for the code does not depend on their values."""
+    module = fx.Graph()
+    env = {node: module.placeholder(node.name) for node in graph.inputs}
+    literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = literals[node.target]
+        elif node not in env:
+            env[node] = module.node_copy(node, lambda n: env[n])
+            env[node].meta.clear()
+    values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in literals]
+    return worker.Job(
+        key=key,
+        name=name,
+        graph=graph_pickle.plain(module),
+        inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
+        num_args=len(function.graph.inputs),
+        num_outputs=len(function.graph.outputs),
+        writes=function.writes,
+        into=tuple(function.into),
+    )
+
+
+def _literals(graph: Recorded) -> list[str]:
+    """The names of a graph's literals, in the order in which it reads them."""
+    return list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))

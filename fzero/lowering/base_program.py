@@ -1,0 +1,244 @@
+"""The base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+
+A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype its
+gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero import compat, tree
+from fzero import random as fzrandom
+from fzero.layout import LOSS_SCALE
+from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
+from fzero.lowering.training import DType, Found, Precision, Training, grad_name
+from fzero.lowering.update_graph import AGREED, record_update
+from fzero.mesh import AbstractMesh
+from fzero.precision.delayed import Slot
+from fzero.precision.fp8_gather import in_8_bits
+from fzero.precision.statistics import Watched, watched_blocks
+from fzero.program.aliases import Aliases
+from fzero.program.ir import Line, Program, Value
+from fzero.program.lines import Functions, Inputs, Lines, run_traced
+from fzero.program.names import Names, identifier
+from fzero.trace import checks
+from fzero.trace.record import Recorded, record
+from fzero.trace.untouched import without_gradients
+
+
+class Lowered(NamedTuple):
+    """A program and what is needed to hand its outputs back as the user's trees."""
+
+    program: Program
+    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    watched: Watched | None = None
+
+
+def lower_train(t: Training) -> Lowered:
+    """The base program of one optimizer step."""
+    functions, names = Functions(), Names()
+    lines, cast = _casts(t.params, t.precision.compute, names)
+    places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in t.params.distinct]
+    more, batch = _casts(t.batch, t.precision.compute, names)
+    lines += more
+    places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
+    if t.precision.loss_scale is not None:
+        places.append((f"{LOSS_SCALE}.scale", (), torch.float32))
+    if t.wants_key:
+        places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
+        lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
+
+    graph, found, seed = _record_loss(t, places)
+    num_sums, end = found.num_sums, found.num_sums + len(found.used)
+    slots: list[Slot] = []
+    if t.precision.fp8 is not None:
+        grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
+        graph, lines, slots = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
+    outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
+    maxima = {AGREED: largest.pop(0)} if t.agreed else {}
+    maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
+    wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
+    averaged = outputs[num_sums - len(t.averaged) : num_sums]
+    wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
+    wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
+    wanted |= {n: name for name, n in maxima.items()}
+    body = Lines(graph, functions, names, wanted)
+    lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
+    lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
+
+    sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
+    watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
+    max_values = {name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()}
+    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched, slots)
+    state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
+    program = Program(
+        name=t.name,
+        mesh=t.mesh,
+        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in (*t.extras.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))),
+        leaves={x.path: x for x in (*t.extras.values(), *state)},
+        lines=(*lines, update),
+        outputs=tuple(v.name for v in update.out),
+        functions=functions.by_name,
+        owners=_owners(lines, {x.path for x in state}),
+        assigns=update.writes,
+    )
+    return Lowered(program, structure, watched)
+
+
+def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
+    """Records sums and gradients: the loss's total, its count, the auxiliary sums and new values that are averaged, then a gradient for each leaf that has
+    one, then the new values that must agree, as one vector. The node is that of what gradients are computed from."""
+    made: list[Found] = []
+
+    @torch.enable_grad()  # whatever the caller has
+    def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        it = iter(fakes)
+        leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
+        batch = {i: next(it) for i in t.batch.distinct}
+        seed = next(it) if t.precision.loss_scale is not None else None
+        kwargs = {}
+        if t.wants_key:
+            key, step, part = it
+            kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
+        params = t.params.rebuild(leaves)
+        own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
+        with checks.collected() as failed, without_gradients("train_step", own):
+            result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
+        loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
+        loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])
+        aux_leaves, means = flatten_means(aux)
+        values = {} if t.mutates is None else new_values(new, params, t.mutates)
+        seed = torch.ones_like(loss.total, memory_format=torch.preserve_format) if seed is None else seed.to(loss.total.dtype)
+        grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
+        sums = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves, *(values[i] for i in t.averaged)]
+        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(sums), loss.count is not None, means))
+        agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
+        return [*map(summable, sums), *(g for g in grads if g is not None), *agreed, seed]
+
+    device, precision = compat.trace_device(t.mesh.device_type), t.precision
+    graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
+    (found,), outputs = made, graph.outputs
+    seed = outputs.pop(found.num_sums + len(found.used) + bool(t.agreed))
+    graph.graph.output_node().args = (tuple(outputs),)
+    return graph, found, seed
+
+
+def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
+    """Each gradient under a name of its own, in the dtype it is reduced in, cast right after the line that makes it."""
+    grads: dict[int, Value] = {}
+    casts: dict[str, list[Line]] = {}
+    for i, (source, node) in sources.items():
+        leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
+        grads[i] = Value(source, leaf.shape, dtype)
+        if dtype != t.precision.reduce(leaf) or node.op == "placeholder" or any(grads[k].name == source for k in grads if k != i):
+            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
+            casts.setdefault(source, []).append(Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision"))
+    made_here = {v.name for line in lines for v in line.out}
+    lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
+    return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
+
+
+def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision) -> Lowered:
+    """The base program of a forward-only step."""
+    functions, names = Functions(), Names()
+    lines, computed = _casts(params, precision.compute, names)
+    places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
+    more, cast = _casts(batch, precision.compute, names)
+    lines += more
+    places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
+    made: dict[str, Any] = {}
+
+    def outputs_of(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        p, b = dict(zip(params.distinct, fakes, strict=False)), dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True))
+        with torch.no_grad(), checks.collected() as failed:
+            result = fn(params.rebuild(p), *batch.rebuild(b))
+            leaves, made["means"] = flatten_means(result)
+            leaves = checks.poisoned(leaves, failed)
+        return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
+
+    graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
+    if precision.fp8 is not None:
+        graph, lines, _ = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
+    outputs = graph.outputs
+    means: Means = made["means"]
+    body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
+    lines += body.lines
+    found = [body.name[n] for n in outputs]
+    lines, found = _distinct(lines, found, outputs, names, functions)
+    sums = [n for n, s in zip(found, means.summed, strict=True) if s]
+    dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
+    results: list[str] = []
+    it = iter(found)
+    for weighted in means.weighted:
+        if not weighted:
+            results.append(next(it))
+            continue
+        total, count = next(it), next(it)
+        mode = compat.FakeTensorMode()
+        with mode:
+            pair = [torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)]
+            graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
+        results.append(names("mean"))
+        value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
+        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), {"of_sums": True}))
+    inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
+    program = Program(
+        name=name,
+        mesh=mesh,
+        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in inputs),
+        leaves={params.leaves[i].path: params.leaves[i] for i in params.distinct},
+        lines=tuple(lines),
+        outputs=tuple(results),
+        functions=functions.by_name,
+        owners=_owners(lines, {params.leaves[i].path for i in params.distinct}),
+        sums=tuple(sums),
+    )
+    return Lowered(program, means.structure)
+
+
+def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
+    """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
+    lines, values = [], {}
+    for i in inputs.distinct:
+        leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
+        values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
+        if dtype != leaf.dtype:
+            values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
+            lines.append(Line("cast", (leaf.path,), (values[i],), attrs={"dtype": dtype}, by="mixed_precision"))
+    return lines, values
+
+
+def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions) -> tuple[list[Line], list[str]]:
+    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies in that of an input: a step overwrites
+    its state, and what it says of it is from before."""
+    aliases, within = Aliases(functions.by_name), dict[str, str]()
+    for line in lines:
+        within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
+    made = {v.name for line in lines for v in line.out}
+    seen: set[str] = set()
+    out = []
+    for name, node in zip(found, nodes, strict=True):
+        if name in seen or node.op == "placeholder" or within.get(name, name) not in made:
+            value = node.meta["val"]
+            lines.append(Line("cast", (name,), (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),), attrs={"dtype": value.dtype}))
+            name = lines[-1].out[0].name
+        seen.add(name)
+        out.append(name)
+    return lines, out
+
+
+def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
+    """For each leaf the number of the line that first computes with it: leaves of one block belong together."""
+    origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    owners: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        for arg in line.args if line.op == "call" and not line.attrs.get("scales") else ():
+            leaf = origin.get(arg, arg)
+            if leaf in leaves:
+                owners.setdefault(leaf, number)
+    return owners

@@ -1,0 +1,103 @@
+"""What a training step is, before it is a program: its functions, its leaf tables, and what dtypes it computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.layout import Leaf
+from fzero.loss import Means
+from fzero.mesh import AbstractMesh
+from fzero.optim.loss_scale import LossScale
+from fzero.precision.fp8 import InFp8
+from fzero.program.lines import Inputs
+from fzero.program.names import identifier
+
+DType = Callable[[Leaf], torch.dtype]
+ROUNDING_STREAM = 1 << 61
+"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is folded with t alone."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What dtypes a step computes in, and how it scales its loss. By default everything in its own dtype.
+
+    Attributes:
+        compute: that a parameter or a leaf of the batch is computed in.
+        reduce: that the gradient of a parameter is reduced in.
+        outputs: that what the caller gets of his own function is cast to; None: as it comes.
+        casts: whether blocks cast their arguments to the dtype of their parameters.
+        loss_scale: None: the loss is not scaled.
+        stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
+        watch: whether the numbers of each block are watched (precision/statistics.py).
+        safer: the paths of the parameters that were moved to float32 by what was counted (precision/counters.py).
+        fp8: which products are done in 8 bits; None: none.
+    """
+
+    compute: DType = lambda leaf: leaf.dtype
+    reduce: DType = lambda leaf: leaf.dtype
+    outputs: torch.dtype | None = None
+    casts: bool = False
+    loss_scale: LossScale | None = None
+    stochastic: bool = False
+    watch: bool = False
+    safer: tuple[str, ...] = ()
+    fp8: InFp8 | None = None
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What a training step is lowered from. `batch` has the shapes of one micro-batch of one rank."""
+
+    name: str
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    has_aux: bool
+    wants_key: bool
+    params: Inputs
+    trains: Sequence[bool]  # for each leaf of params
+    mutates: Sequence[bool] | None  # likewise, whether the loss function returns its new value; None: it returns none
+    opt_state: Inputs
+    batch: Inputs
+    extras: dict[str, Leaf]
+    mesh: AbstractMesh
+    precision: Precision
+    num_parts: int  # ranks x micro-batches that the global batch is cut in
+
+    @property
+    def trained(self) -> list[int]:
+        return [i for i in self.params.distinct if self.trains[i]]
+
+    @property
+    def mutable(self) -> list[int]:
+        return [i for i in self.params.distinct if self.mutates is not None and self.mutates[i]]
+
+    @property
+    def averaged(self) -> list[int]:
+        """The mutable leaves whose new values are means over ranks and micro-batches."""
+        return [i for i in self.mutable if self.params.leaves[i].dtype.is_floating_point]
+
+    @property
+    def agreed(self) -> list[int]:
+        """The mutable leaves whose new values must be the same on all ranks and in all micro-batches."""
+        return [i for i in self.mutable if not self.params.leaves[i].dtype.is_floating_point]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What tracing a loss showed: which leaves have a gradient, how many sums there are, whether it is weighted, and its auxiliary values."""
+
+    used: list[int]
+    num_sums: int
+    weighted: bool
+    aux: Means
+
+
+def grad_name(leaf: Leaf) -> str:
+    return "d_" + identifier(leaf.path)

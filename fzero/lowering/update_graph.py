@@ -1,0 +1,156 @@
+"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new parameters, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero import compat, tree
+from fzero import random as fzrandom
+from fzero.loss import agreeing
+from fzero.lowering.training import ROUNDING_STREAM, Found, Training
+from fzero.optim import global_norm
+from fzero.optim.apply import apply_optimizer
+from fzero.optim.loss_scale import LossScaleState
+from fzero.precision.counters import PrecisionState, counted
+from fzero.precision.delayed import Fp8State, Slot, advanced
+from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
+from fzero.program.ir import Line, Value
+from fzero.program.names import Names
+from fzero.trace.record import record
+
+AGREED = "agreed_max"
+"""Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its ending: whether they were."""
+
+
+def record_update(
+    t: Training,
+    grads: dict[int, Value],
+    sums: Sequence[Value],
+    maxima: Mapping[str, Value],
+    traced: Found,
+    names: Names,
+    watched: Watched | None,
+    slots: Sequence[Slot],
+) -> tuple[Line, tree.TreeSpec]:
+    """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
+
+    Args:
+        t: the step.
+        grads: of the parameters at these positions, as they are reduced.
+        sums: of the loss and its auxiliary values, as `traced` says.
+        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`, `agreed_max` of new values that must agree.
+        traced: what tracing the loss showed.
+        names: of the program.
+        watched: the blocks whose numbers are watched; None: they are not.
+        slots: the operands whose largest magnitudes the state remembers.
+
+    Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
+    """
+    params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
+    scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
+    mutable = [*t.averaged, *t.agreed]
+    state = [
+        *(*scale_leaves, *count_leaves, *fp8_leaves),
+        *(params.leaves[i] for i in (*mutable, *trained)),
+        *(opt_state.leaves[i] for i in opt_state.distinct),
+    ]
+    places += [(x.path, x.shape, x.dtype) for x in state]
+    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima.values(), *sums)]
+    info: dict[str, Any] = {}
+
+    def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        it = iter(fakes)
+        step = next(it)
+        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
+        scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
+        counts = [next(it) for _ in count_leaves]
+        history = [next(it) for _ in fp8_leaves]
+        kept = [next(it) for _ in mutable]
+        p = {i: next(it) for i in trained}
+        o = {i: next(it) for i in opt_state.distinct}
+        g = {i: next(it) for i in grads}
+        largest = {name: next(it) for name in maxima}
+        total, *rest = it
+        count = rest.pop(0) if traced.weighted else None
+        # the gradients are those of the summed loss: make them those of the mean
+        if count is not None:
+            loss, scale = total / count, 1.0 / count
+        else:
+            loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
+        if scale_state is not None:  # and those of the unscaled loss
+            scale = (1.0 if scale is None else scale) / scale_state.scale
+        mean: dict[int, torch.Tensor] = {}
+        for i in trained:
+            dtype = torch.promote_types(g[i].dtype, p[i].dtype) if i in g else p[i].dtype
+            dtype = dtype if scaling is None else torch.promote_types(dtype, torch.float32)
+            x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
+            mean[i] = x if scale is None or i not in g else x * scale
+        # a leaf that is not trained is None to the optimizer, and so is every tie but the first
+        view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
+        norm = global_norm(view(mean))
+        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
+        new_o = tree.leaves(new_opt)
+        new_p = [x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)]  # as torch.optim leaves those without a gradient
+        means, values = traced.aux, iter(rest)
+        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
+        changed = [(next(values) / t.num_parts).to(x.dtype) for x in kept[: len(t.averaged)]]
+        if AGREED in largest:
+            same, metrics["agreed"] = agreeing(largest[AGREED], kept[len(t.averaged) :])
+            changed += same
+        if aux:
+            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
+        written, few = [step + 1, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)], []
+        if scaling is not None and scale_state is not None:
+            overflow = torch.logical_not(torch.isfinite(norm))
+            old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            written = [after if after is before else torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            few, at_minimum = scaling.update(scale_state, overflow)
+            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
+        if watched is not None:
+            tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
+            statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
+            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest.get("block_max"), loss)}
+            safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
+            few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
+        if history:
+            few = [*few, *(advanced(Fp8State(*history), slots, largest["fp8_max"]) if slots else history)]
+        written[1:1] = few
+        flat, info["structure"] = tree.flatten(metrics)
+        info["paths"] = tree.names(metrics)
+        return [*written, *flat]
+
+    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
+    with mode:
+        of_grads = {v.name: f"the gradient of {params.leaves[i].path}" for i, v in grads.items()}
+        labels = [of_grads.get(name, name) for name, *_ in places]
+        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update, labels=labels)
+    targets = ["step", *(x.path for x in state)]
+    returned = recorded.outputs
+    given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
+    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]  # the others are as they were
+    recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
+    recorded.graph.eliminate_dead_code()
+    metric_values = [
+        Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
+        for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
+    ]
+    line = Line(
+        "update",
+        tuple(n for n, _, _ in places),
+        tuple(metric_values),
+        attrs={
+            "graph": recorded,
+            "sums": tuple(v.name for v in sums),
+            "maxima": tuple(v.name for v in maxima.values()),
+            "grads": {params.leaves[i].path: grads[i].name for i in grads},
+        },
+        writes=tuple(target for target, _ in written),
+    )
+    return line, info["structure"]

@@ -1,0 +1,208 @@
+"""What binds a step: the share of the device's peak that it reached, how busy each link was, and for how long compute waited for it.
+
+A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every line. What a link moved is known
+from the program; how long it was busy is what it says itself, a disk or a stream of copies, and of others the time that compute waited for them.
+
+[Note: late] On a CPU the clock is the host's, and a step has run when its call returns. On CUDA it is in the device's queue of work: marks are events,
+read once they are done, and nothing waits for them but the first step. So the numbers there are those of the last step that was done when the next one had
+been issued, as a rule the one before. A wait of the host, for a disk or for what comes to it, counts there for as long as the device had nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fzero.layout import Storage, extent_of
+from fzero.mesh import Mesh
+from fzero.plan.cost import channel, model_flops
+from fzero.plan.devices import get_device
+from fzero.plan.plan import compute_dtype
+from fzero.plan.timeline import COMPUTE
+from fzero.program.ir import Program
+from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
+
+
+def limits_of(program: Program, mesh: Mesh) -> Limits | None:
+    """What measures the runs of a program; None for one whose leaves and activations all stay on the device."""
+    if not any(line.op in COPIES for line, _ in program.walk()):
+        return None
+    return Limits(program, mesh, DeviceClock() if mesh.device.type == "cuda" else HostClock())
+
+
+def report(peak_seconds: float, seconds: float, moved: Mapping[str, int], busy: Mapping[str, float], stalled: Mapping[str, float]) -> dict[str, Any]:
+    """The metrics of a step: plain numbers and one name.
+
+    Args:
+        peak_seconds: that the device would need for the step's model FLOPs at the rate it attains.
+        seconds: of the step.
+        moved: bytes, by link.
+        busy, stalled: seconds that a link moved something and that compute waited for it; none if not said.
+
+    Example:
+        >>> found = report(1.0, 4.0, {"disk": 6 << 30}, {"disk": 3.0}, {"disk": 2.0})
+        >>> found["speed_of_light"], found["links"]["disk"], found["bound_by"]
+        (0.25, {'bytes': 6442450944, 'bytes_per_second': 2147483648.0, 'busy': 0.75, 'stalled': 0.5}, 'disk')
+    """
+    links = {}
+    for name, nbytes in moved.items():
+        took = busy.get(name, 0.0)
+        links[name] = {"bytes": nbytes, "bytes_per_second": nbytes / took if took else 0.0, "busy": took / seconds, "stalled": stalled.get(name, 0.0) / seconds}
+    shares = {COMPUTE: 1 - sum(link["stalled"] for link in links.values())}
+    shares |= {name: max(link["busy"], link["stalled"]) for name, link in links.items()}
+    return {"speed_of_light": peak_seconds / seconds, "links": links, "bound_by": max(shares, key=lambda name: shares[name])}
+
+
+# --- clocks ---
+
+
+class Clock(Protocol):
+    def mark(self) -> Any:
+        """This moment."""
+        ...
+
+    def done(self, mark: Any) -> bool:
+        """Whether a moment has come."""
+        ...
+
+    def wait(self, mark: Any) -> None: ...
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two moments that have come."""
+        ...
+
+
+class HostClock:
+    mark = staticmethod(time.perf_counter)
+
+    def done(self, mark: float) -> bool:
+        return True
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class DeviceClock:
+    """Moments in the queue of work of the current CUDA device."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def done(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+
+# --- a step ---
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """What a start returns, and the link that it is on."""
+
+    link: str
+    transfer: Any
+
+
+@dataclass
+class _Run:
+    """One run of a program: when it began and ended, its waits, and what links say of themselves."""
+
+    begin: Any
+    end: Any = None
+    waits: list[tuple[str, Any, Any]] = field(default_factory=list)
+    copies: list[tuple[str, Any, Any]] = field(default_factory=list)
+    files: dict[Storage, float] = field(default_factory=dict)  # seconds that they had been busy before their first transfer
+    disk_seconds: float = 0.0
+    disk_bytes: int = 0  # more than planned where a guess was wrong
+
+
+class Limits:
+    """Measures the runs of one program.
+
+    Attributes:
+        metrics: of the last run that is known; see `report` and [Note: late].
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, clock: Clock):
+        self.metrics: dict[str, Any] = {}
+        self._clock = clock
+        self._peak_seconds = model_flops(program) / get_device(None, mesh.device_type).rate(compute_dtype(program))
+        moved: dict[str, int] = {}
+        self._links: dict[tuple[str, str | None], str] = {}  # by what a start's line shows
+        for line, times in program.walk():
+            if (link := channel(line)) is not None:
+                moved[link] = moved.get(link, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
+                self._links[line.op, line.attrs["axes"][0] if "axes" in line.attrs else None] = link
+        self._moved = dict(sorted(moved.items()))
+        self._run = _Run(None)
+        self._running: deque[_Run] = deque()  # that ended for the host
+
+    def around(self, namespace: Mapping[str, Any]) -> dict[str, Any]:
+        """The starts and the wait of a program's namespace, with a clock around them."""
+        return {op: self._start(op, namespace[op]) for op in TRANSFERS} | {"wait": self._wait(namespace["wait"])}
+
+    def begin(self) -> None:
+        self._run = _Run(self._clock.mark())
+
+    def end(self) -> None:
+        run = self._run
+        run.end = self._clock.mark()
+        run.disk_seconds = sum(files.busy_seconds - before for files, before in run.files.items())
+        run.files.clear()
+        if not self.metrics:
+            self._clock.wait(run.end)
+        self._running.append(run)
+        while self._running and self._clock.done(self._running[0].end):
+            self.metrics = self._reported(self._running.popleft())
+
+    def _reported(self, run: _Run) -> dict[str, Any]:
+        stalled: dict[str, float] = defaultdict(float)
+        for link, begin, end in run.waits:
+            stalled[link] += self._clock.seconds(begin, end)
+        own: dict[str, float] = defaultdict(float)
+        for link, begin, end in run.copies:
+            own[link] += self._clock.seconds(begin, end)
+        busy = {**stalled, **own, **({"disk": run.disk_seconds} if "disk" in self._moved else {})}
+        moved = {**self._moved, **({"disk": run.disk_bytes} if "disk" in self._moved else {})}
+        return report(self._peak_seconds, self._clock.seconds(run.begin, run.end), moved, busy, stalled)
+
+    def _start(self, op: str, start: Callable[..., Any]) -> Callable[..., _Moving]:
+        def timed(sources: Any, *args: Any, **kwargs: Any) -> _Moving:
+            return _Moving(self._links[op, kwargs.get("axis")], start(sources, *args, **kwargs))
+
+        def of_disk(sources: Any, **kwargs: Any) -> _Moving:
+            extent = extent_of((sources if op == "disk_read_start" else kwargs["into"])[0])
+            for files in {e.files for e in (extent, extent and extent.spare) if e is not None}:
+                self._run.files.setdefault(files, files.busy_seconds)
+            moving = timed(sources, **kwargs)
+            self._run.disk_bytes += moving.transfer.disk_bytes
+            return moving
+
+        return of_disk if op.startswith("disk") else timed
+
+    def _wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(moving: _Moving, *args: Any, **kwargs: Any) -> Any:
+            begin = self._clock.mark()
+            values = wait(moving.transfer, *args, **kwargs)
+            self._run.waits.append((moving.link, begin, self._clock.mark()))
+            if (span := getattr(moving.transfer, "span", None)) is not None:
+                self._run.copies.append((moving.link, *span))
+            return values
+
+        return timed

@@ -1,0 +1,1 @@
+"""Passes: each rewrites a program into a program. The one ordered list of them is pipeline.py."""

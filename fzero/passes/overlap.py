@@ -1,0 +1,304 @@
+"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which lines there are of
+a kind is settled here too: gathers that forward and backward share, and small ones that travel together.
+
+Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses (fzero/lowering/budget.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fzero.program.ir import Line, Program, Value, repeats
+from fzero.program.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
+
+_GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an order is free to choose.
+
+    Attributes:
+        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay whole in between.
+        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are whole at a time.
+        coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and all together no more than
+            the largest of their kind.
+    """
+
+    shared: int = 0
+    ahead: int = 1
+    coalesced: int = 0
+
+
+_DEFAULT = Order()
+
+
+def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
+    """The program with every start and wait in its place."""
+    state = set(program.leaves)
+    pairs = sharable(program)
+    program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
+    values = program.values_by_name
+    sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
+
+    def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
+        lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
+        if choice.coalesced:
+            lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
+        for row in STARTS.values():
+            if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
+                lines = _raise(lines, row, state, choice.ahead)
+        return tuple(_pair_updates(_sink_waits(lines)))
+
+    return replace(program, lines=visit(program.lines))
+
+
+def sharable(program: Program) -> list[tuple[str, str]]:
+    """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
+    found: list[tuple[str, str]] = []
+
+    def visit(lines: Sequence[Line]) -> None:
+        shards = {x.out[0].name: x.args[0] for x in lines if x.op == "cast"}
+        first: dict[tuple[str, ...], str] = {}
+        for line in lines:
+            visit(line.body)
+            if line.op == _GATHER:
+                leaves = tuple(shards.get(a, a) for a in line.args)
+                if leaves in first:
+                    found.append((first.pop(leaves), line.out[0].name))
+                else:
+                    first[leaves] = line.out[0].name
+
+    visit(program.lines)
+    place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
+    return sorted(found, key=lambda pair: place[pair[0]])
+
+
+def coalescable(program: Program, limit: int) -> bool:
+    """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
+    sent = [(x.op, transfer_bytes(x, program.values_by_name, program.mesh)) for x, _ in program.walk() if x.op in (_GATHER, _SCATTER)]
+    return any(sum(nbytes < limit for op, nbytes in sent if op == kind) > 1 for kind in (_GATHER, _SCATTER))
+
+
+def _share(program: Program, pairs: dict[str, str]) -> Program:
+    """The program without these second gathers: what reads them reads what the first ones left."""
+    waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
+    again = set(pairs.values())
+    names = {b.name: a.name for first, second in pairs.items() for a, b in zip(waits[first].out, waits[second].out, strict=True)}
+    casts = {a for x, _ in program.walk() if x.op == _GATHER and x.out[0].name in again for a in x.args if a not in program.leaves}
+
+    def visit(line: Line) -> list[Line]:
+        made = line.out[0].name if line.out else ""
+        dropped = (line.op == _GATHER and made in again) or (OPS[line.op].waits and line.args[0] in again) or (line.op == "cast" and made in casts)
+        return [] if dropped else [line.rename(names)]
+
+    return program.map_lines(visit)
+
+
+def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
+    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a reduction the one after."""
+    transfers = [x for x in lines if x.op == op]
+    largest = max((sent(x) for x in transfers), default=0)
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
+    groups: list[list[Line]] = []
+    for line in transfers:
+        last = groups[-1] if groups else []
+        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
+        fits = alike and sum(map(sent, last)) + sent(line) <= largest
+        if fits and not (_read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)):
+            last.append(line)
+        else:
+            groups.append([line])
+    new: dict[int, list[Line]] = {}
+    for group in groups:
+        if len(group) == 1:
+            continue
+        handle: Value = group[0].out[0]
+        start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
+        waiting = [waits[x.out[0].name] for x in group]
+        wait = replace(waiting[0], args=(handle.name,), out=tuple(v for x in waiting for v in x.out))
+        new.update((id(x), []) for x in (*group, *waiting))
+        new[id(group[0] if op == _GATHER else group[-1])] = [start]
+        new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
+    if op == _GATHER:  # the casts of shards that join an earlier gather come before it
+        moved = {a for group in groups for x in group[1:] for a in x.args}
+        casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
+        new.update((id(x), []) for x in casts.values())
+        for group in groups:
+            if len(group) > 1:
+                new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
+    return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
+    """Whether what a later gather reads is made, or written, after an earlier one; casts of shards can be made sooner."""
+    after = next(i for i, x in enumerate(lines) if x is first)
+    made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {w for x in lines[after:] for w in x.writes}
+    sources = {v.name: x.args[0] for x in lines if x.op == "cast" for v in x.out}
+    return any(a in made or sources.get(a, a) in made for a in later.args)
+
+
+def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
+    """Whether what earlier reductions bring is read before a later one is waited for: it may be reduced over a second axis at once."""
+    brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
+    end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
+    return any(a in brought for x in lines[:end] for a in x.args)
+
+
+def _is_block(line: Line) -> bool:
+    return "joint" in line.attrs
+
+
+def _is_update(line: Line) -> bool:
+    return bool(line.fn and line.writes)
+
+
+_CARRIED = {"cast", "wait", *COPIES}
+"""What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
+
+
+def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
+    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; one that is hoisted
+    "at once", to there however far it is, unless all that it moves are leaves. What was written in this step starts right behind that too, but for what was
+    written to disk, where it waits for room: that starts once it is there.
+
+    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
+    that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
+    """
+    fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
+    fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+    updates = {id(x) for x in lines if _is_update(x)}
+    calls = {id(x) for x in lines if _is_block(x) or (x.fn and not x.writes and not fetched.isdisjoint(x.args))}
+    blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
+    readers = _readers(lines)
+    made: dict[str, Line] = {}
+    writers: dict[str, list[Line]] = {}
+    stores = {x.out[0].name: x for x in lines if x.op in COPIES}
+    out: list[Line] = []
+    passed = {False: 0, True: 0}  # blocks in `out`, and updates
+
+    def upstream(line: Line) -> tuple[set[int], set[int], bool]:
+        """The lines that come along, those that must come before, and whether one of these writes what is moved, other than to disk."""
+        carried = set[int]()
+        makers, written = set[int](), False
+        todo = [line]
+        while todo:
+            for a in todo.pop().args:
+                maker = made.get(a)
+                makers.update(map(id, writers.get(a, ())))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
+                if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
+                    todo += [] if id(maker) in carried else [maker]
+                    carried.add(id(maker))
+                elif maker is not None:
+                    makers.add(id(maker))
+        return carried, makers, written
+
+    for line in lines:
+        if line.op == row.name and not line.writes:
+            carried, needed, written = upstream(line)
+            reader = readers.get(line.out[0].name)
+            counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
+            if reader is not None and _is_update(reader):  # the first ones start before blocks
+                counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
+            far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
+            left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
+            after: list[Line] = []  # from the last
+            along: list[Line] = []  # those that come along, but for any that stand before that place already
+            while out and left and id(out[-1]) not in needed:
+                last = out.pop()
+                if id(last) in carried:
+                    along.append(last)
+                else:
+                    after.append(last)
+                    left -= id(last) in counted
+            out += [*reversed(along), line, *reversed(after)]
+        else:
+            out.append(line)
+            passed[False] += id(line) in blocks
+            passed[True] += id(line) in updates
+        made.update((v.name, line) for x in (line, *line.body) for v in x.out)
+        for name in stores[line.args[0]].writes if OPS[line.op].waits and line.args[0] in stores else line.writes:
+            writers.setdefault(name, []).append(line)
+    return out
+
+
+def _readers(lines: Sequence[Line]) -> dict[str, Line]:
+    """For each transfer the first function that reads what it brings, at once or after it has travelled on."""
+    started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    first: dict[str, Line] = {}
+    for line in lines:
+        for a in line.args:
+            first.setdefault(a, line)
+
+    def reader(name: str) -> Line | None:
+        line = first.get(name)
+        while line is not None and line.op in (_GATHER, *_CARRIED):
+            made = started.get(line.out[0].name, ()) if line.op in (_GATHER, *COPIES) and line.out else line.out
+            line = next((first[v.name] for v in made if v.name in first), None)
+        return line
+
+    found = {handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()}
+    return {handle: line for handle, line in found.items() if line is not None}
+
+
+def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
+    """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
+    args = line.args[:1] if line.op == "cast" else line.args
+    return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in args)
+
+
+def _sink_waits(lines: Sequence[Line]) -> list[Line]:
+    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
+    at most: than where it is, or, of what leaves for the host, than its start, whatever is updated in between. What the device stores goes on while the host
+    updates another block."""
+    away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out} | {*away}
+    scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
+    stores = {name for name, x in away.items() if x.writes}
+    leaving = {*away} - stores
+    written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and x.args[0] in leaving}
+    out: list[Line] = []
+    held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
+    for line in lines:
+        if OPS[line.op].waits:
+            if line.args[0] not in leaving:
+                held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
+            continue
+        block = _is_block(line) and not repeats(line)
+        counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
+        done = reduced if line.body and line.args else ()  # what was written on a guess is written before it is known to be right
+        if line.op == "disk_read_start":  # what was written to disk is there before it is read again
+            done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
+        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
+        out += due
+        held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
+        out.append(line)
+        if line.out and line.out[0].name in waits:
+            held.append((waits[line.out[0].name], 1))
+    return out + [w for w, _ in held]
+
+
+def _pair_updates(lines: Sequence[Line]) -> list[Line]:
+    """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are alive and not all."""
+    targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
+    starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
+    finish: dict[int, list[Line]] = {}  # start -> what is done right after it
+    for start, following in zip(starts, [*starts[1:], None], strict=False):
+        wait = waits[start.out[0].name]
+        finish.setdefault(id(following), []).extend([wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()])
+    moved = {id(x) for group in finish.values() for x in group}
+    out: list[Line] = []
+    for line in lines:
+        if id(line) not in moved:
+            out.append(line)
+            out += finish.get(id(line), []) if line.op == _GATHER else []
+    return out + finish.get(id(None), [])
+
+
+def _reads(line: Line, wait: Line) -> bool:
+    names = {v.name for v in wait.out}
+    return bool(names & set(line.args)) or any(_reads(x, wait) for x in line.body)

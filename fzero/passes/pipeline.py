@@ -1,0 +1,129 @@
+"""The passes that make a finished program of a base program, in their one order.
+
+    base program -- remat, accumulate, shard, cut_update -->
+    lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program
+
+A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once (fzero/lowering/variants.py). Of what is taken
+the program is verified after every pass; a violation names the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from fzero.errors import VerifyError
+from fzero.passes import accumulate, pool, remat, shard, tiers
+from fzero.passes.choice import Choice
+from fzero.passes.cut_update import cut_update
+from fzero.passes.hoist_updates import hoist_updates
+from fzero.passes.overlap import Order, overlap
+from fzero.passes.rename import apart
+from fzero.passes.reuse_cut import cut_as
+from fzero.passes.speculate import speculate
+from fzero.passes.split import Choices
+from fzero.program.ir import Program
+from fzero.program.verify import verify
+from fzero.program.verify_pool import check
+from fzero.transforms.shard import Zero
+
+Name = Literal["trace", "fuse", "copies", "remat", "accumulate", "shard", "cut_update", "speculate", "hoist_updates", "tiers", "overlap", "rename", "pool"]
+"""The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to cut, and some passes less."""
+
+
+class Sides(NamedTuple):
+    """What a choice comes to for a program whose update is cut.
+
+    Attributes:
+        order: where transfers stand.
+        guess: the tiers whose leaves are updated on a guess.
+        on_device: leaves off the device that are updated there.
+        waiting: gradients that wait in host memory.
+        on_disk: gradients that wait on disk, each with its leaf.
+    """
+
+    order: Order = Order()
+    guess: tuple[str, ...] = ()
+    on_device: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    on_disk: tuple[tuple[str, str], ...] = ()
+
+
+def sides(program: Program, choice: Choice, on_disk: Mapping[str, str]) -> Sides:
+    """What a choice comes to for a program whose update is cut, with these gradients on disk."""
+    on_device = tiers.updated_on_device(program, choice.host_share)
+    waiting = tiers.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
+    return Sides(choice.order, choice.guess, on_device, waiting, tuple(on_disk.items()))
+
+
+class Pass(NamedTuple):
+    """A rewrite of programs.
+
+    Attributes:
+        name: what it does.
+        rewrite: a program, as it was chosen: a `Choice` before the update is cut, `Sides` after it.
+        key: what it goes by of a program and a choice, for passes whose programs are looked up.
+        check: rules that hold from there on beside those of every program.
+    """
+
+    name: str
+    rewrite: Callable[[Program, Any], Program]
+    key: Callable[[Program, Choice], Hashable] = lambda program, choice: None
+    check: Callable[[Program], Program] | None = None
+
+    def verified(self, program: Program) -> Program:
+        """What it made, if that keeps the rules.
+
+        Raises:
+            VerifyError: naming the pass.
+        """
+        try:
+            verify(program)
+            return program if self.check is None else self.check(program)
+        except VerifyError as error:
+            raise VerifyError(f"{error}\nIt was found after the pass {self.name!r}.") from None
+
+
+def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[Pass, ...]:
+    """The passes whose programs many choices share.
+
+    Args:
+        zero: what a step's parallel transforms ask for.
+        num_micro: micro-batches.
+        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+    """
+    blocks: dict[Any, Choices] = {}
+    return (
+        Pass("remat", lambda program, choice: remat.rewrite(program, choice.remat, blocks), lambda program, choice: remat.kept(program, choice.remat, blocks)),
+        Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
+        Pass(
+            "shard",
+            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads, choice.stay),
+            lambda _, choice: (choice.whole_grads, choice.stay),
+        ),
+        Pass("cut_update", _cut()),
+    )
+
+
+CLOSING = (
+    Pass("speculate", lambda program, chosen: speculate(program, chosen.guess)),
+    Pass("hoist_updates", lambda program, _: hoist_updates(program)),
+    Pass("tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))),
+    Pass("overlap", lambda program, chosen: overlap(program, chosen.order)),
+    Pass("rename", lambda program, _: apart(program)),
+    Pass("pool", lambda program, _: pool.place(program), check=check),
+)
+"""The passes behind the cut of the update."""
+
+
+def _cut() -> Callable[[Program, Choice], Program]:
+    """Cuts updates; one that was cut before in a program whose leaves rest on the same tiers, as it was."""
+    first: dict[tuple[str, ...], tuple[Program, Program]] = {}
+
+    def rewrite(program: Program, _: Choice) -> Program:
+        tiers = tuple(leaf.layout.tier for leaf in program.leaves.values())
+        cut = (cut_as(program, *first[tiers]) if tiers in first else None) or cut_update(program)
+        first.setdefault(tiers, (program, cut))
+        return cut
+
+    return rewrite

@@ -1,0 +1,262 @@
+"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On the CPU, where fresh memory costs
+more than arithmetic, what functions hand to later lines lies in it too.
+
+A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from the line that first writes
+it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release] in program/liveness.py). Regions
+whose times do not meet share bytes. So two blocks' gathers alternate between two places, gradients are made where they are
+reduced, and the peak is known.
+
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as is what a
+gather reads, which may lie in such a region: a block's state that comes from disk is
+updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fzero import layout
+from fzero.passes.out_variants import with_functions
+from fzero.passes.regions import ALIGNMENT, Region, Slot, assign
+from fzero.program.ir import Line, Program, Value
+from fzero.program.liveness import Uses
+from fzero.program.ops import OPS, STARTS, stays
+
+SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
+SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
+
+
+def place(program: Program) -> Program:
+    """The program with a place in the pool for all that moves."""
+    return _Placer(program).run()
+
+
+class _Placer:
+    def __init__(self, program: Program):
+        self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
+        self.lines, self.made, self.reads, self.views, self.waits = uses.lines, uses.made, uses.reads, uses.views, uses.waits
+        self.values = program.values_by_name
+        self.scattered = {a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args}
+        self.adds = {a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)}
+        self.slots: dict[str, Slot] = {}  # values that lie in the pool
+        self.into: dict[int, list[Slot | None]] = {}
+        self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
+        self.regions: list[Region] = []
+
+    def run(self) -> Program:
+        for i, line in self._with("total", "sum").items():
+            self._total(i, line) if OPS[line.op].outlives else self._sum(i, line)
+        kinds = {"gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "fetch": self._fetch, "leaves": self._leaves}
+        for i, line in self._with(*kinds).items():
+            kinds[OPS[line.op].pool](i, line)
+        results = {i: line for i, line in self._with("results").items() if not line.writes}
+        for i, line in results.items():
+            if not line.fn and self._on_host(line.out[0]) and i not in self.into:
+                self._leaves(i, line)
+        if self.mesh.device_type == "cpu":
+            for i, line in results.items():
+                self._results(i, line)
+        pool_bytes, host_pool_bytes = (assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host"))
+        numbers = iter(range(len(self.lines)))
+
+        def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
+            out = []
+            for line in lines:
+                number = next(numbers)
+                out.append(self._placed(number, replace(line, body=visit(line.body)) if line.body else line))
+            return tuple(out)
+
+        lines = visit(self.program.lines)
+        return with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes))
+
+    def _with(self, *kinds: str) -> dict[int, Line]:
+        """The lines whose results lie in the pool in one of these ways (`Op.pool`), by number."""
+        return {i: line for i, (line, _) in enumerate(self.lines) if OPS[line.op].pool in kinds}
+
+    def _placed(self, number: int, line: Line) -> Line:
+        slots = self.into.get(number)
+        if number in self.uses.together.values():
+            line = replace(line, attrs={**line.attrs, "together": True})
+        if slots is None:
+            return line
+        size = self.mesh.axis_size
+        if number in self.parts:
+            return replace(line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots))
+        if line.op in STARTS:
+            return replace(line, into=tuple(s and s.place() for s in slots))
+        return replace(line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True)))
+
+    # --- the regions of each kind of line ---
+
+    def _total(self, number: int, line: Line) -> None:
+        """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
+        value, span = line.out[0], self.lines[number][1]
+        region = self._region(value.tier)
+        self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
+        assert span is not None
+        region.times.append((span[0], self.uses.last(value.name)))
+        self.into[number] = [self.slots[value.name]]
+
+    def _sum(self, number: int, line: Line) -> None:
+        """Totals that are added to where they lie: each from where it is made to its last reader, padded like those of a loop. What is added lies in the pool
+        too, as long as it must: one function makes the one and the other."""
+        num, parts = len(line.out), self._region()
+        for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
+            slot = self.slots.get(total)
+            if slot is None:
+                region = self._region()
+                slot = region.add(self._padded(value, self.scattered.get(self._summed(value.name), ())), value)
+                region.times.append((self._make(total, slot), self.uses.last(total)))
+            self.slots[value.name] = self.slots[total] = slot
+            parts.written(self._make(part, parts.add(_numel(value.held(self.mesh)), value)))
+        assert parts.first is not None
+        parts.times.append((parts.first, number))
+
+    def _make(self, name: str, slot: Slot) -> int:
+        """Lets the function, or the cast, that makes a value write it to its place. Returns the number of that line."""
+        maker = self.made[name]
+        line = self.lines[maker][0]
+        self.into.setdefault(maker, [None] * len(line.out))[[v.name for v in line.out].index(name)] = slot
+        return maker
+
+    def _summed(self, total: str) -> str:
+        """The last total that a total becomes."""
+        while total in self.adds:
+            total = self.adds[total]
+        return total
+
+    def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
+        """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
+        if value.placement.kind == "shard" or not axes:  # of a shard that is there already
+            return _numel(value.held(self.mesh))
+        return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
+
+    def _gather(self, number: int, line: Line) -> None:
+        region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
+        outs = self.lines[wait][0].out
+        slots = [region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v) for a, v in zip(line.args, outs, strict=True)]
+        begins = number
+        for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
+            maker = self.made.get(name)
+            if maker is not None and self.reads[name] == 1 and self._is_copy(maker) and self.uses.same_loop(maker, number):
+                self.into[maker], self.parts[maker] = [slot], axes
+                begins = min(begins, maker)
+        self.into[number], self.into[wait] = list(slots), list(slots)
+        self.slots.update((v.name, s) for v, s in zip(outs, slots, strict=True))
+        self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
+
+    def _scatter(self, number: int, line: Line) -> None:
+        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        source, result = self._region(), self._region()
+        outs = self.lines[wait][0].out
+        wholes = [self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes))) for a in line.args]
+        shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
+        self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
+        self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
+        self._take(source, source.first if source.first is not None else number, wait, wait, axes)
+        for slot in wholes:
+            if slot.region is not source:
+                self._take(slot.region, number, wait, wait, axes)
+        result.times.append((number, max(self.uses.last(v.name) for v in outs)))
+
+    def _reduce(self, number: int, line: Line) -> None:
+        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        outs = self.lines[wait][0].out
+        source = self._region()
+        packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL
+        slots = [self._source(source, a, number, _numel(self.values[a].held(self.mesh)), packed) for a in line.args]
+        results = slots
+        if packed:  # what is small is summed beside its summands: no second message
+            result = self._region()
+            results = [result.add(_numel(v.held(self.mesh)), v, v.dtype.itemsize) for v in outs]
+            result.times.append((number, max(self.uses.last(v.name) for v in outs)))
+        last = wait if packed else max(self.uses.last(v.name) for v in outs)
+        self.into[number], self.into[wait] = list(slots), list(results)
+        self.slots.update((v.name, s) for v, s in zip(outs, results, strict=True))
+        self._take(source, source.first if source.first is not None else number, last, wait, axes)
+        for slot in slots:
+            if slot.region is not source:
+                self._take(slot.region, number, last, wait, axes)
+
+    def _fetch(self, number: int, line: Line) -> None:
+        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
+        if line.writes or stays(line, self.mesh):
+            return
+        wait = self.waits[line.out[0].name]
+        self._leaves(number, self.lines[wait][0])
+        self.into[wait] = list(self.into[number])
+        for name in line.args:
+            maker = self.made.get(name)
+            if maker is not None and self._is_copy(maker) and maker not in self.into:
+                source = self._region(self.values[name].tier)
+                self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
+                source.times.append((maker, self.uses.last(name)))
+
+    def _is_copy(self, number: int) -> bool:
+        """Whether a line makes a value of its own without a function: it may be made where it is sent from."""
+        line = self.lines[number][0]
+        return not line.fn and OPS[line.op].pool == "results"
+
+    def _leaves(self, number: int, line: Line) -> None:
+        """A region for the results of a line, which come from a tier, or are to go to one; written from line `number` on."""
+        outs = line.out
+        region = self._region(outs[0].tier)
+        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
+        self.into[number] = list(slots)
+        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
+        region.times.append((number, max(self.uses.last(v.name) for v in outs)))
+
+    def _results(self, number: int, line: Line) -> None:
+        """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
+        into = self.into.get(number, [None] * len(line.out))
+        for k, value in enumerate(line.out):
+            free = value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
+            if into[k] is None and free and value.nbytes >= SMALL_RESULT:
+                region = self._region()
+                into[k] = region.add(_numel(value.held(self.mesh)), value)
+                region.times.append((number, self.uses.last(value.name)))
+        if any(into):
+            self.into[number] = into
+
+    def _contiguous(self, line: Line, which: int) -> bool:
+        return (
+            not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
+        )  # compiled readers rely on the strides they were traced with
+
+    def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
+        """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
+        known = self.slots.get(name)
+        if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:
+            return known
+        value = self.values[name]
+        slot = region.add(numel, value, value.dtype.itemsize if packed else ALIGNMENT)
+        maker = self.made.get(name)
+        if maker is None or packed or self.reads[name] != 1 or name in self.views.returned or not self.uses.same_loop(maker, number):
+            return slot
+        line = self.lines[maker][0]
+        if OPS[line.op].pool == "results" and not line.writes:
+            into = self.into.setdefault(maker, [None] * len(line.out))
+            into[[v.name for v in line.out].index(name)] = slot
+            region.written(maker)
+        return slot
+
+    # --- regions and their times ---
+
+    def _region(self, tier: str = "device") -> Region:
+        self.regions.append(Region(arena="device" if self.mesh.unified_memory else tier))
+        return self.regions[-1]
+
+    def _on_host(self, value: Value) -> bool:
+        return value.tier == "host" and not self.mesh.unified_memory
+
+    def _take(self, region: Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
+        """Takes a region from `first` until it is read, here and by the other ranks that read it at their wait."""
+        region.times.append((first, self.uses.until(last, wait, axes)))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out

@@ -1,0 +1,62 @@
+"""The regions of an arena: what lies in each, and the places that are found for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fzero import layout
+from fzero.passes.packing import Item, pack
+from fzero.program.ir import Place, Value
+from fzero.program.liveness import Interval
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+
+
+@dataclass(eq=False)
+class Region:
+    """Bytes that live and die together."""
+
+    nbytes: int = 0
+    times: list[Interval] = field(default_factory=list)
+    offset: int = 0
+    arena: str = "device"
+    align: int = ALIGNMENT
+    first: int | None = None  # the first line that writes it
+
+    def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> Slot:
+        self.nbytes = -(-self.nbytes // align) * align
+        slot = Slot(self, self.nbytes, numel, value)
+        self.nbytes += numel * value.dtype.itemsize
+        return slot
+
+    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[Slot]:
+        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
+        *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
+        self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
+        return [Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
+
+    def written(self, number: int) -> None:
+        self.first = number if self.first is None else min(self.first, number)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A flat in a region, `numel` elements with its padding, for a value."""
+
+    region: Region
+    at: int
+    numel: int
+    value: Value
+
+    def place(self, numel: int | None = None, part: tuple[str, ...] = ()) -> Place:
+        return Place(self.region.offset + self.at, self.numel if numel is None else numel, self.value.dtype, part, self.region.arena)
+
+
+def assign(regions: Sequence[Region]) -> int:
+    """Offsets for the regions of an arena. Returns its size in bytes."""
+    regions = [r for r in regions if r.nbytes]
+    packing = pack([Item(r.nbytes, tuple(r.times), r.align) for r in regions])
+    for region, offset in zip(regions, packing.offsets, strict=True):
+        region.offset = offset
+    return packing.nbytes

@@ -1,0 +1,84 @@
+"""What the nodes of an update are: leaf arithmetic, of which there is much, or few numbers: scalars, keys, and vectors made of scalars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero.random import DERIVE
+from fzero.trace.propagate import all_reduce, cut, draw_start, is_reduction, num_valid
+
+aten = torch.ops.aten
+
+MARKERS = (all_reduce, cut, num_valid, draw_start)
+"""What propagation leaves for lowering to turn into lines (trace/propagate.py)."""
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else -1
+
+
+def is_leaf_value(node: fx.Node) -> bool:
+    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar, a key or a vector of scalars."""
+    return node.op in ("placeholder", "call_function") and ("shard" in node.meta or not (_numel(node) == 1 or _is_key(node) or "few" in node.meta))
+
+
+def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
+    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made once, of all leaves. What is more
+    numbers than it is made of, such as a draw of a key, is as much as a leaf: that is made where it is read."""
+    for node in graph.nodes:
+        args = node.all_input_nodes
+        if node in known:
+            node.meta["few"] = True
+        if node.op != "call_function" or node.target in MARKERS or "shard" in node.meta or not args or _numel(node) == 1:
+            continue
+        if _numel(node) > sum(map(_numel, args)):
+            continue
+        scalars = all(_numel(a) == 1 and a.op != "get_attr" for a in args)
+        if all(a.op == "get_attr" or not is_leaf_value(a) or reduces(a) for a in args) and (
+            not scalars or node.target in (aten.stack.default, aten.cat.default)
+        ):
+            node.meta["few"] = True
+
+
+def slice_packed(graph: fx.Graph) -> None:
+    """Makes a stack of scalars that lie side by side in packed vectors of slices of those: a few operations a block, however many leaves it has."""
+    for node in [n for n in graph.nodes if n.target is aten.stack.default and "few" in n.meta]:
+        runs: list[list[Any]] = []
+        for scalar in node.args[0]:
+            last = runs[-1][-1] if runs else None
+            beside = last is not None and scalar.target is last.target is aten.select.int and scalar.args == (last.args[0], 0, last.args[2] + 1)
+            runs[-1].append(scalar) if beside else runs.append([scalar])
+        if len(runs) == len(node.args[0]):
+            continue
+        with graph.inserting_before(node):
+            whole = graph.call_function(aten.cat.default, ([_side_by_side(graph, run) for run in runs],))
+        whole.meta.update(node.meta)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
+def _side_by_side(graph: fx.Graph, run: list[Any]) -> fx.Node:
+    first = run[0]
+    if len(run) == 1:
+        out = graph.call_function(aten.unsqueeze.default, (first, 0))
+    else:
+        source, _, start = first.args
+        out = graph.call_function(aten.slice.Tensor, (source, 0, start, start + len(run)))
+    out.meta.update(val=torch.empty(len(run), dtype=first.meta["val"].dtype, device="meta"), few=True)
+    return out
+
+
+def _is_key(node: fx.Node) -> bool:
+    """Whether a node is a key of `fz.random`, or several: like a scalar it is made once, and read by all leaves."""
+    if node.op == "placeholder":
+        return node.meta["val"].dtype == torch.int64 and node.meta["val"].shape == (3,)
+    return node.target is DERIVE or (node.target is aten.select.int and _is_key(node.all_input_nodes[0]))
+
+
+def reduces(node: fx.Node) -> bool:
+    """Whether a node makes a scalar of a leaf value: what reads it comes a level later."""
+    return "reduction" in node.meta or (is_reduction(node) and "shard" not in node.meta and "few" not in node.all_input_nodes[0].meta)

@@ -1,0 +1,467 @@
+"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
+
+Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
+gradients travel to them. Gradients that wait, for the norm of all or for the next micro-batch, wait where their update reads them: see
+`waiting_on_host`; or on disk, in leaves that the step writes behind each backward and reads before each update. A parameter that rests elsewhere comes
+anew to every line that reads it. In an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. What moves for one line
+moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
+from fzero.program.names import Names, identifier
+from fzero.program.ops import is_guess
+from fzero.trace.storages import output_storages
+from fzero.transforms.offload import Offload, spread_out
+
+SMALL = 1 << 14  # bytes: an activation of less stays on the device, as do the gradients of an update that are all less
+GRADS = ("device", "update", "host")
+"""Which gradients wait in host memory: see `waiting_on_host`."""
+
+
+def rewrite(
+    program: Program, on_device: frozenset[str] = frozenset(), waiting: frozenset[str] = frozenset(), on_disk: Mapping[str, str] | None = None
+) -> Program:
+    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
+
+    Args:
+        program: to be rewritten.
+        on_device: leaves off the device that are updated there, of `updated_on_device`.
+        waiting: gradients that wait in host memory, of `waiting_on_host`.
+        on_disk: the leaves in which others wait on disk.
+    """
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    return _Rewrite(program, records, on_device, waiting, on_disk or {}).run() if records else program
+
+
+def leaves_side_open(program: Program) -> bool:
+    """Whether a step does not say which side computes the update of what rests elsewhere. Where both are one memory it does not matter."""
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    off = any("opt_state" in r.of for r in records) and not program.mesh.unified_memory
+    return off and all(r.update_on == "auto" for r in records)
+
+
+def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
+    """The leaves off the device, and ranks' parts of such, that are updated on the device, where the host updates a share of them.
+
+    Args:
+        program: whose update is cut.
+        host_share: of their bytes, as whole blocks spread evenly over all, if the step leaves it open.
+    """
+    records = [t for t in program.transforms if isinstance(t, Offload)]
+    share = next((float(r.update_on == "host") for r in records if r.update_on != "auto"), host_share)
+    parts = (line for line in program.lines if line.op == "take_shard" and line.args[0] in program.leaves)
+    leaves = {**program.leaves, **{line.out[0].name: program.leaves[line.args[0]] for line in parts}}
+    size = lambda names: sum(leaves[a].numel * leaves[a].dtype.itemsize for a in names)  # noqa: E731
+    blocks = []
+    for line in _updates(program):
+        state = [a for a in line.args if a in leaves]
+        off = [a for a in state if leaves[a].layout.tier != "device"]
+        blocks += [off] if off and 2 * size(off) >= size(state) else []
+    on_host = spread_out([size(block) for block in blocks], share)
+    return frozenset(a for block, host in zip(blocks, on_host, strict=True) if not host for a in block)
+
+
+def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
+    """The gradients that wait for their update in host memory: those whose update must know something of all gradients first, such as a norm to clip by, and
+    the sums of a loop over micro-batches. None where host and device are one memory.
+
+    What such a norm is made of is reduced on the device before a gradient leaves, so that numbers travel to make it; of a sum in a loop, which is
+    added up on the host, there.
+
+    Args:
+        program: whose update is cut.
+        on_device: of `updated_on_device`.
+        grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the host only what no loop adds up.
+    """
+    return frozenset() if program.mesh.unified_memory else _waiting(program, on_device, grads)
+
+
+def gradients_that_wait(program: Program) -> frozenset[str]:
+    """The gradients that wait for their update, wherever that runs. `program`: whose update is cut."""
+    return _waiting(program, frozenset(), "host")
+
+
+def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
+    if not any(isinstance(t, Offload) for t in program.transforms):
+        return frozenset()
+    totals = _totals(program)
+    own = _no_gradients(program)
+    values, known = program.values_by_name, _known_last(program, own)
+    parts = {line.out[0].name: line.args[0] for line in program.lines if line.op == "take_shard"}
+    found: set[str] = set()
+    for line in _updates(program):
+        state = {a: program.leaves[leaf] for a in line.args if (leaf := parts.get(a, a)) in program.leaves}
+        off = {a for a, leaf in state.items() if leaf.layout.tier != "device"}
+        nbytes = [sum(state[a].numel * state[a].dtype.itemsize for a in names) for names in (off, state)]
+        on_host = bool(off) and on_device.isdisjoint(off) and 2 * nbytes[0] >= nbytes[1]
+        read = {a for a in line.args if a not in own}
+        if all(local_bytes(values[a], program.mesh) < SMALL for a in read):
+            continue
+        late = read if not known.isdisjoint(line.args) else read & totals
+        found |= late - totals if on_host and grads == "device" else late if on_host or grads == "host" else set()
+    return frozenset(found)
+
+
+def waits_for_all(program: Program) -> bool:
+    """Whether an update of a program whose update is cut must know something of all gradients first."""
+    known = _known_last(program, _no_gradients(program))
+    return any(not known.isdisjoint(line.args) for line in _updates(program))
+
+
+def saved_activations(program: Program) -> set[str]:
+    """The values between forward and backward that wait on the host."""
+    record = next((t for t in program.transforms if isinstance(t, Offload) and "activations" in t.of), None)
+    if record is None:
+        return set()
+    lines = [line for line, _ in program.walk()]
+    late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+    found = []
+    for line in lines:
+        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
+            outputs = output_storages(program.functions[line.fn].graph)
+            found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
+    chosen = spread_out([v.nbytes for v in found], record.fraction)
+    return {v.name for v, off in zip(found, chosen, strict=True) if off}
+
+
+def _updates(program: Program) -> list[Line]:
+    """The functions that write parameters and state."""
+    return [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
+
+
+def _totals(program: Program) -> set[str]:
+    """What loops over micro-batches add up."""
+    return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
+
+
+def _no_gradients(program: Program) -> set[str]:
+    """What updates read beside gradients."""
+    made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
+    return made | {v.name for v in program.inputs}
+
+
+def _known_last(program: Program, own: set[str]) -> set[str]:
+    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no gradient."""
+    found: set[str] = set()
+    for line in program.lines:
+        if line.by == "optimizer" and not line.writes:
+            reduces = line.op == "call" and any(a not in own and program.values_by_name[a].shape for a in line.args)
+            found.update(v.name for v in line.out if reduces or not found.isdisjoint(line.args))
+    return found
+
+
+def blocks_updated_on_host(program: Program) -> tuple[int, int]:
+    """How many blocks whose state rests off the device are updated on the host, of how many."""
+    updates = _updates(program)
+    brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
+    on_host = sum(line.attrs.get("on") == "host" for line in updates)
+    return on_host, on_host + sum("on" not in line.attrs and not brought.isdisjoint(line.writes) for line in updates)
+
+
+class _Rewrite:
+    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str], waiting: frozenset[str], on_disk: Mapping[str, str]):
+        self.program, self.records = program, records
+        self.values, self.names = program.values(), Names(program.values())
+        self.functions = dict(program.functions)
+        self.lies: dict[str, dict[str, str]] = {}  # by value: the names under which it lies on each tier, if not just where it is made
+        self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
+        self.started: dict[str, int] = {}
+        self.streams = any("params" in r.of for r in records)
+        self.on_device = on_device
+        self.parts: set[str] = set()  # ranks' own of leaves that rest whole
+        self.scalars: set[str] = set()  # what the optimizer makes of all leaves
+        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
+        self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward, gradients until their update
+        self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
+        self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
+        self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
+        self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
+        self.leaving: dict[str, list[str]] = {}  # by a waiting gradient those of its update that are not made yet
+        self.known = _known_last(program, _no_gradients(program))
+        totals = _totals(program)
+        for line in _updates(program):
+            together = [a for a in line.args if a in self.waiting and a not in totals]
+            self.leaving.update(dict.fromkeys(together, together))
+        self.summands: list[Line] = []  # of sums on the host, which a loop has made and not added yet
+
+    def run(self) -> Program:
+        for name, leaf in self.program.leaves.items():
+            self.values[name] = replace(self.values[name], tier=leaf.layout.tier)
+        self.saved = saved_activations(self.program)
+        lines = self._lines(self.program.lines)
+        inputs = tuple(self.values[v.name] for v in self.program.inputs)
+        return replace(self.program, inputs=inputs, lines=tuple(lines), functions=self.functions)
+
+    def _lines(self, lines: Iterable[Line]) -> list[Line]:
+        return [new for line in lines for new in self._line(line)]
+
+    def _line(self, line: Line) -> list[Line]:
+        source = line.args[0] if line.args else ""
+        if line.body:
+            before = self._written()
+            outside = {name: dict(tiers) for name, tiers in self.lies.items()}
+            if line.op == "redo":  # which reads leaves as they were
+                self.lies, self.recent = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}, []
+            body = (*self._restored(line), *self._lines(line.body), *self._added())
+            self.lies, self.recent = outside, []
+            return [*before, replace(line, body=body)]
+        if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
+            return self._cast(line)
+        if line.op == "take_shard":
+            self.parts.add(line.out[0].name)
+            return self._on("device" if self._tier(source) == "device" else "host", line)
+        if line.op == "assign":
+            return self._assign(line)
+        if line.by == "optimizer" and line.op == "call":
+            self.scalars.update(v.name for v in line.out)
+            self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
+            before = self._written() if self._stored(line) else []
+            lines = [*self._kept(line), *self._on(self._side(line), line)]
+            guessed = [replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x for x in lines]
+            return [*before, *(guessed if is_guess(line) else lines)]
+        if line.op == "accumulate" and line.out[0].name in self.waiting:
+            self.summands.append(line)
+            return []
+        lines, sums = self._on("device", line), list[Line]()
+        if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
+            num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (passes/hoist_updates.py)
+            self.recent = [*self.recent, self._read_by(lines)][-num:]
+            sums = [*self._added(), *self._written()]
+        return [*lines, *sums, *self._rest(line)]
+
+    def _side(self, line: Line) -> str:
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and is not to be updated there, or if it
+        reads sums that are there and writes nothing."""
+        if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
+            return "host"
+        state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
+        off = {a: n for a, n in state.items() if "device" not in self._at(a)}
+        return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
+
+    def _is_late(self, line: Line) -> bool:
+        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or what knows something of all gradients."""
+        return line.by == "optimizer" and line.op == "call" and not is_guess(line) and bool(line.writes or not self.known.isdisjoint(line.args))
+
+    def _stored(self, line: Line) -> dict[str, str]:
+        """The gradients that a line reads from disk, each with its leaf."""
+        return {a: self.on_disk[a] for a in line.args if a in self.on_disk} if self._is_late(line) else {}
+
+    # --- where values lie ---
+
+    def _tier(self, name: str) -> str:
+        return self.values[name].tier if name in self.values else "device"
+
+    def _at(self, name: str) -> dict[str, str]:
+        """The tiers on which a value lies, and its name there."""
+        return self.lies.get(name) or {self._tier(name): name}
+
+    def _on(self, tier: str, line: Line) -> list[Line]:
+        """The line on a tier, with the lines that bring what it reads and take back what it writes."""
+        given, lines = self._bring(line, tier)
+        names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
+        written = tuple(names[w] for w in line.writes)
+        out = tuple(replace(v, tier=tier) for v in line.out)
+        self.values.update((v.name, v) for v in out)
+        attrs = {**line.attrs, "on": "host"} if tier == "host" and line.op == "call" else line.attrs
+        fn = self._for_host(line.fn) if "on" in attrs else line.fn
+        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn))
+        return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
+
+    def _for_host(self, fn: str) -> str:
+        """The function for the host, where that is another device."""
+        if self.program.mesh.device_type == "cpu":
+            return fn
+        name = f"{fn}_on_host"
+        self.functions.setdefault(name, Function(name, self.program.functions[fn].graph, self.program.functions[fn].writes, on="host"))
+        return name
+
+    # --- moving ---
+
+    def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
+        """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
+        shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
+        late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
+        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or a in stored or (late and a in self.resting)]
+        absent = [a for a in absent if a not in shared]
+        lines: list[Line] = []
+        scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
+        if scalars:
+            names, more = self._move(f"to_{tier}", scalars, scalars)
+            lines += more
+            for a in scalars:
+                self.lies[a] = {**self._at(a), tier: names[a]}
+        absent = [a for a in absent if a not in scalars]
+        given = self._buffers(line, absent, tier, lines)
+        absent = [a for a in absent if a not in given]
+        given |= {a: self.resting[a] for a in absent if a in self.resting}
+        here = [a for a in absent if a not in given and a not in self.casts and a not in stored]
+        given |= {a: self._at(a)[at] for at in ("device", "host") for a in here if at in self._at(a)}
+        sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in absent}
+        disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
+        memory = tier if self.program.mesh.gpu_direct else "host"
+        read, more = self._move("disk_read", list(disk), list(disk.values()), memory)
+        lines += more
+        for a in absent:
+            if a in self.casts:
+                cast = self.casts[a]
+                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier=memory if sources[a] in read else "host")
+                lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
+                given[a] = value.name
+            elif sources[a] in read:
+                given[a] = read[sources[a]]
+        travel = [a for a in absent if self._tier(given[a]) != tier]
+        arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
+        found = {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}
+        self.shared = self.shared if repeats(line) else found or self.shared
+        return {**shared, **found}, lines + more
+
+    def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
+        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed with."""
+        unified = self.program.mesh.unified_memory
+        names = [a for a in absent if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)]
+        if not names:
+            return {}
+        out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
+        lines.append(self._made(Line("buffer", (), out, attrs={"leaves": tuple(names), "on": tier}, by="offload")))
+        return dict(zip(names, (v.name for v in out), strict=True))
+
+    def _role(self, name: str) -> str:
+        return self.program.leaves[name].role if name in self.program.leaves else ""
+
+    def _move(self, how: str, names: Sequence[str], called: Sequence[str], memory: str = "host") -> tuple[dict[str, str], list[Line]]:
+        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait. `memory`: that a disk reads to."""
+        if not names:
+            return {}, []
+        tier = memory if how == "disk_read" else how.removeprefix("to_")
+        ending = "" if tier == "device" else "_host"
+        out = [replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier) for n, c in zip(names, called, strict=True)]
+        handle = self._handle(how)
+        attrs = {"memory": "device"} if how == "disk_read" and tier == "device" else {}
+        lines = [Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"), Line("wait", (handle.name,), tuple(out), by="offload")]
+        for line in lines:
+            self._made(line)
+        return {n: v.name for n, v in zip(names, out, strict=True)}, lines
+
+    def _store(self, written: dict[str, str], tier: str) -> list[Line]:
+        """The lines that take values back to the leaves they are for: `written` has the copy of each."""
+        lines: list[Line] = []
+        back: dict[str, list[str]] = defaultdict(list)
+        for target in written:
+            if target in self.program.leaves:
+                back[self._tier(target)].append(target)
+            else:  # a rank's part of a leaf that is written whole later
+                self.lies[target] = {tier: written[target]}
+        direct = tier == "device" and self.program.mesh.gpu_direct
+        if tier == "device" and back["disk"] and not direct:
+            names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
+            written = {**written, **{t: names[written[t]] for t in back["disk"]}}
+        for to, targets in back.items():
+            how = "disk_write" if to == "disk" else f"to_{to}"
+            if targets and to == tier:
+                lines.append(Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"))
+            elif targets:
+                handle = self._handle(how)
+                args, attrs = (*targets, *(written[t] for t in targets)), {"memory": "device"} if to == "disk" and direct else {}
+                lines.append(self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload")))
+                lines.append(Line("wait", (handle.name,), by="offload"))
+        return lines
+
+    def _handle(self, how: str) -> Value:
+        number = self.started[how] = self.started.get(how, -1) + 1
+        return Value(self.names(f"{how}_{number}"), (), torch.uint8, MOVING)
+
+    def _made(self, line: Line) -> Line:
+        self.values.update((v.name, v) for v in line.out)
+        return line
+
+    def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
+        """The leaves that these lines read from disk, and their copies."""
+        reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
+        return {leaf: v.name for x in lines if x.op == "wait" and x.args[0] in reads for leaf, v in zip(reads[x.args[0]], x.out, strict=True)}
+
+    # --- lines of their own kind ---
+
+    def _cast(self, line: Line) -> list[Line]:
+        """A parameter in the dtype it is computed in: for each reader anew, or, of a master, once."""
+        value = line.out[0]
+        self.values[value.name] = replace(value, tier="host")
+        if self.streams:
+            self.casts[value.name] = line
+            return []
+        on_host = replace(value, name=self.names(f"{value.name}_host"))
+        lines = self._on("host", replace(line, out=(on_host,)))
+        handle = self._handle("to_device")
+        lines.append(self._made(Line("to_device_start", (on_host.name,), (handle,), by="offload")))
+        lines.append(self._made(Line("wait", (handle.name,), (value,), by="offload")))
+        return lines
+
+    def _assign(self, line: Line) -> list[Line]:
+        """Values put over leaves: those that rest on the device where they are, the others travel."""
+        pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
+        here = [t for t in pairs if self._tier(t) == "device"]
+        lines = self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
+        for tier in ("device", "host"):
+            lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
+        return lines
+
+    def _kept(self, line: Line) -> list[Line]:
+        """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk, where the old value stays."""
+        lines: list[Line] = []
+        for leaf in line.writes if is_guess(line) else ():
+            if self._tier(leaf) != "disk" and self._role(leaf) != "compute":
+                value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
+                lines.append(self._made(Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")))
+                self.kept[leaf] = value.name
+        return lines
+
+    def _restored(self, line: Line) -> list[Line]:
+        """Those copies put back, for a redo."""
+        kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
+        by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
+        attrs = {"restores": True, "guess": True}
+        return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
+
+    # --- what waits on the host, or on disk ---
+
+    def _rest(self, line: Line) -> list[Line]:
+        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of them are made."""
+        lines: list[Line] = []
+        for names in ([v.name for v in line.out if v.name in self.saved], *(self._complete(v.name) for v in line.out if v.name in self.waiting)):
+            straight = {n: n for n in names if n in self.on_disk and self.program.mesh.gpu_direct}
+            through = [n for n in names if n not in straight]
+            copies, more = self._move("to_host", through, through)
+            self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
+            self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}  # for what is updated on a guess
+            self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
+            lines += more
+        arrived = self.program.mesh.unified_memory or self.program.mesh.gpu_direct
+        return [*lines, *self._written()] if arrived else lines
+
+    def _written(self) -> list[Line]:
+        """The gradients that have left for a disk, written: a block later, when the device has another to run meanwhile."""
+        written, self.unwritten = self.unwritten, {}
+        return self._store(written, "device" if self.program.mesh.gpu_direct else "host") if written else []
+
+    def _complete(self, grad: str) -> list[str]:
+        """The gradients of an update whose last one is this, else none."""
+        together = self.leaving.pop(grad)
+        return [] if any(a in self.leaving for a in together) else together
+
+    def _added(self) -> list[Line]:
+        """What micro-batches make, added up on the host: a block later, when the device has another to run meanwhile."""
+        lines, copies = list[Line](), dict[str, str]()
+        if self.summands:
+            copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)
+        for line in self.summands:
+            total = replace(line.out[0], tier="host")
+            lines.append(self._made(replace(line, args=(copies[line.args[0]],), out=(total,))))
+        self.summands = []
+        return lines

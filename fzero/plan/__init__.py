@@ -1,0 +1,1 @@
+"""The plan: what a program costs, known before any device is touched: seconds, bytes on every wire, memory at every line."""

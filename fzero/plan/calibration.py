@@ -1,0 +1,82 @@
+"""The file that a machine's measured rates are kept in, and which machine it is good for. What measures them is measure/calibrate.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroValueError, message
+from fzero.plan.devices import FORMAT, Device
+
+_REDO = "measure again on this machine: fzero calibrate"
+
+
+def calibration_path(device_type: str = "cpu") -> Path:
+    """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
+    where = os.environ.get("FZERO_CACHE", "")
+    folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"  # "off" is about compiled functions
+    return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
+
+
+def save_calibration(device: Device, path: Path) -> None:
+    """Writes a calibration file; a reader sees the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(device.to_json() + "\n")
+    os.replace(part, path)
+
+
+def load_calibration(path: str | Path) -> Device:
+    """The device of a calibration file.
+
+    Raises:
+        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both sides.
+    """
+    text = Path(path).read_text()
+    try:
+        data: dict[str, Any] = json.loads(text)
+        found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FzeroValueError(message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)) from error
+    here = {"format": FORMAT, "torch": torch.__version__}
+    wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
+    if wrong := [*wrong, *elsewhere(data["machine"])]:
+        raise FzeroValueError(message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO))
+    return Device.from_json(text)
+
+
+def elsewhere(measured: Mapping[str, Any]) -> list[str]:
+    """How the machine of a calibration, `Device.machine`, differs from this one."""
+    here = machine(str(measured.get("device_type", "cpu")))
+    return [f"{k}: {measured.get(k)!r} in the file, {v!r} here" for k, v in here.items() if measured.get(k) != v]
+
+
+def machine(device_type: str) -> dict[str, Any]:
+    """What a calibration is valid for."""
+    cuda = device_type == "cuda" and torch.cuda.is_available()
+    return {
+        "device_type": device_type,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    }
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,296 @@
+"""What a program costs: floating point operations and bytes of every line, from shapes alone; seconds, on a given device.
+
+[Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the products is bound by memory, and
+compilers fuse it, so it takes the bytes of its kernels (fzero/plan/fusion.py) / bandwidth. The two add up: products and the rest run one after the
+other. A roofline of the whole function, which takes the larger of the two, is below what is measured.
+
+Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fzero.mesh import AbstractMesh
+from fzero.plan.devices import Device, Link
+from fzero.plan.fusion import kernels
+from fzero.plan.nodes import PRODUCTS, packet
+from fzero.plan.temporaries import temporaries
+from fzero.program.ir import Function, Line, Program, local_bytes
+from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
+from fzero.trace.block import Joint
+from fzero.trace.subgraph import ancestors
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What running a function once costs.
+
+    Attributes:
+        flops: floating point operations of its products, by the dtype they run in.
+        attention: those among them of fused attention, by dtype and "forward" or "backward".
+        product_bytes: read and written by products.
+        bytes: read and written in all.
+        num_kernels: products and fused kernels.
+        num_calls: calls from Python.
+    """
+
+    flops: Mapping[torch.dtype, float] = field(default_factory=dict)
+    attention: Mapping[tuple[torch.dtype, str], float] = field(default_factory=dict)
+    bytes: float = 0.0
+    product_bytes: float = 0.0
+    num_kernels: int = 0
+    num_calls: int = 1
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+    def seconds(self, device: Device) -> float:
+        """See [Note: seconds]."""
+        products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
+        products += sum(flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype)) for (dtype, way), flops in self.attention.items())
+        products = max(products, self.product_bytes / device.memory_bandwidth)
+        return products + (self.bytes - self.product_bytes) / device.memory_bandwidth + self.num_calls * device.call_seconds
+
+
+_costs: dict[str, weakref.WeakKeyDictionary[Function, Cost]] = {}
+
+
+def cost_of(function: Function, backend: str = "inductor") -> Cost:
+    """FLOPs and bytes of one call, worked out once per function and backend.
+
+    Args:
+        function: a function of a program.
+        backend: "inductor", where chains of pointwise operations write nothing in between, or "eager", where every operation does.
+    """
+    known = _costs.setdefault(backend, weakref.WeakKeyDictionary())
+    if function not in known:
+        known[function] = _cost(function, backend)
+    return known[function]
+
+
+def _cost(function: Function, backend: str) -> Cost:
+    found = kernels(function.graph, backend)
+    flops: dict[torch.dtype, float] = defaultdict(float)
+    attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+    for node in function.graph.graph.nodes:
+        if amount := product_flops(node):
+            flops[_dtype(node)] += amount
+            if way := _attention(node):
+                attention[_dtype(node), way] += amount
+    return Cost(
+        flops=dict(flops),
+        attention=dict(attention),
+        bytes=sum(k.nbytes for k in found.kernels),
+        product_bytes=sum(k.nbytes for k in found.kernels if k.product is not None),
+        num_kernels=len(found.kernels),
+    )
+
+
+def product_flops(node: fx.Node) -> float:
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
+
+    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the scores that it computes again.
+    """
+    kind = packet(node)
+    if kind not in PRODUCTS:
+        return 0
+    formula = _ATTENTION_ON_CPU.get(kind) or flop_registry[kind]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+_ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(d.shape, q.shape, k.shape, v.shape),
+}
+"""What torch's registry lacks."""
+
+
+def _attention(node: fx.Node) -> str:
+    """ "forward" or "backward" of a node that is fused attention, else nothing."""
+    name = str(packet(node))
+    return "" if "attention" not in name else "backward" if name.endswith("backward") else "forward"
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.all_input_nodes[-1 if packet(node) in (aten.addmm, aten.baddbmm) else 0].meta["val"]
+    return value.dtype
+
+
+# --- lines ---
+
+HOST = "host"
+
+
+def on_host(line: Line, program: Program) -> bool:
+    """Whether the host computes a line, on a mesh where that is another memory than the device's."""
+    if program.mesh.unified_memory or line.op in TRANSFERS:
+        return False
+    return OPS[line.op].on_host(line, program.values_by_name[line.args[0]] if line.args else None)
+
+
+def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
+    """What a line that the host computes reads and writes there."""
+    if line.fn:
+        return cost_of(program.functions[line.fn], backend).bytes
+    return OPS[line.op].touched(line, program.values_by_name, program.mesh)
+
+
+def channel(line: Line) -> str | None:
+    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`, `to_device` and `disk`, whose reads and
+    writes share one device; None for a line that moves nothing."""
+    row = STARTS.get(line.op)
+    return None if row is None else row.channel(line)
+
+
+def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
+    """Time of one execution of a line on a device; of a start, that of its transfer; of a wait or a loop itself, none.
+
+    A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
+    """
+    if on_host(line, program):  # bound by its memory, whatever it computes
+        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (device.call_seconds if line.fn else 0.0)
+    if line.fn:
+        return cost_of(program.functions[line.fn], backend).seconds(device)
+    if line.op in TRANSFERS:
+        return transfer_seconds(line, program, device)
+    return OPS[line.op].touched(line, program.values_by_name, program.mesh) / device.memory_bandwidth
+
+
+def transfer_seconds(line: Line, program: Program, device: Device) -> float:
+    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its
+    share over the host's links to others, so an axis with k ranks on each host has k of them."""
+    mesh = program.mesh
+    row = STARTS[line.op]
+    if isinstance(row, Copy):
+        nbytes = transfer_bytes(line, program.values_by_name, mesh)
+        return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
+    size = mesh.axis_size(line.attrs["axes"])
+    if size == 1:
+        return 0.0
+    per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
+    num_hosts = -(-size // per_host)
+    intra, inter = device.links["intra"], device.links["inter"]
+    if row.tree:  # what is small goes up and down a tree
+        inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
+    else:
+        across = num_hosts if num_hosts > 1 else 0
+        inside = max(0, size - 1 - across)
+    bandwidth = intra.bandwidth
+    if num_hosts > 1:
+        bandwidth = inter.bandwidth if per_host == 1 else min(bandwidth, per_host * inter.bandwidth)
+    sent = transfer_bytes(line, program.values_by_name, mesh)
+    return inside * intra.latency + across * inter.latency + sent / bandwidth
+
+
+def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
+    """The device with its share of a host that has as many ranks as the mesh has on one."""
+    return device.shared_by(min(device.devices_per_host, mesh.size))
+
+
+def as_used(device: Device, program: Program) -> Device:
+    """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
+    device = on_mesh(device, program.mesh)
+    used = {row.link for line, _ in program.walk() if isinstance(row := STARTS.get(line.op), Copy)}
+    if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
+        return device
+    read, write = device.disk_read, device.disk_write
+    slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))  # than if they took turns
+    return replace(device, disk_read=Link(read.latency, slower * read.bandwidth), disk_write=Link(write.latency, slower * write.bandwidth))
+
+
+def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
+    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's axes."""
+    return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_per_host: int) -> int:
+    size, stride, offsets = dict(mesh), dict[str, int](), [0]
+    for i, (name, _) in enumerate(mesh):
+        stride[name] = math.prod(n for _, n in mesh[i + 1 :])
+    for name in axes:
+        offsets = [o + stride[name] * i for o in offsets for i in range(size[name])]
+    firsts = [rank for rank in range(math.prod(size.values())) if all(rank // stride[name] % size[name] == 0 for name in axes)]
+    return min(min(Counter((first + o) // devices_per_host for o in offsets).values()) for first in firsts)
+
+
+# --- a step ---
+
+
+def hardware_flops(program: Program) -> float:
+    """FLOPs of products that a rank runs in one step, recomputation included."""
+    return sum(times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.fn)
+
+
+def model_flops(program: Program) -> float:
+    """FLOPs of products that a rank's part of the batch takes in one step, whatever is recomputed: the numerator of model FLOPs utilisation.
+
+    A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside blocks count as they run. Attention's
+    backward counts as twice its forward, not with the scores that fused attention computes again. For a chain of layers that is three times the forward.
+    """
+    total = 0.0
+    for line, times in program.walk():
+        if not line.fn:
+            continue
+        if "call" in line.attrs:
+            total += times * _joint_flops(line.attrs["joint"], line.attrs["backward"], tuple(line.attrs["grads"]))
+        else:
+            total += times * _counted(program.functions[line.fn].graph.graph.nodes)
+    return total
+
+
+_joint: weakref.WeakKeyDictionary[Joint, dict[Any, float]] = weakref.WeakKeyDictionary()
+
+
+def _joint_flops(joint: Joint, backward: bool, grads: tuple[int, ...]) -> float:
+    known = _joint.setdefault(joint, {})
+    if (backward, grads) not in known:
+        outputs = joint.graph.outputs
+        nodes = ancestors(outputs[: joint.num_outputs], stop=set())
+        if backward:
+            nodes = ancestors([outputs[joint.num_outputs + g] for g in grads], stop=set()) - nodes
+        known[backward, grads] = _counted(nodes)
+    return known[backward, grads]
+
+
+def _counted(nodes: Iterable[fx.Node]) -> float:
+    """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel spends 2.5 times."""
+    total = 0.0
+    for node in nodes:
+        total += product_flops(node) * (0.8 if _attention(node) == "backward" else 1)
+    return total
+
+
+__all__ = [
+    "DISK",
+    "HOST",
+    "Cost",
+    "as_used",
+    "channel",
+    "cost_of",
+    "hardware_flops",
+    "host_bytes",
+    "local_bytes",
+    "model_flops",
+    "on_host",
+    "on_mesh",
+    "product_flops",
+    "seconds",
+    "temporaries",
+    "transfer_seconds",
+]

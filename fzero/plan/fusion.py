@@ -1,0 +1,260 @@
+"""What a compiled function reads and writes: its kernels, from the recorded graph.
+
+[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those are the operands and results
+of products (matrix products, convolutions, attention), what is scattered, concatenated, reduced or returned, and pointwise values that so much would have
+to be read again for that the compiler keeps them. Everything else is computed inside the kernels that read it, again in each. What lies between the
+same products and reads the same values is one kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node
+that makes it. An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its code has them.
+
+It must not know how fast a device is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from fzero.plan.nodes import PRODUCTS, by_locality, contiguous, in_order, maker_of, nbytes, numel, packet
+from fzero.trace.record import Recorded
+from fzero.trace.storages import is_view, storage_of, writes
+
+aten = torch.ops.aten
+
+_GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
+_WRITES = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.embedding_dense_backward, aten.sort, aten.topk}
+_WRITES |= {aten.cumsum, aten.cat, aten.stack}
+_FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}  # read nothing
+# what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in float32, and then it is not
+_HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh, aten.gelu, aten.silu, aten._log_softmax_backward_data}
+_HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
+_MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
+_MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Values computed together.
+
+    Attributes:
+        reads, writes: the buffers, with the bytes it touches of each.
+        product: the node of a product, else None.
+        in_place: for buffers it writes, those that it reads element by element and of the same size: it may overwrite them.
+        allocated: buffers that the operation itself allocates, not the compiler.
+        vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that never leave this kernel.
+    """
+
+    reads: Mapping[fx.Node, int]
+    writes: Mapping[fx.Node, int]
+    product: fx.Node | None
+    in_place: Mapping[fx.Node, frozenset[fx.Node]]
+    allocated: frozenset[fx.Node]
+    vanishing: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """A function's kernels, each after what it needs, otherwise in the order of the graph.
+
+    Attributes:
+        after: for each kernel the numbers of those that come before it.
+        sizes: bytes of every buffer.
+        buffers: the buffer that every value lies in.
+        inputs, outputs: the buffers that a function is given and that it returns.
+        on_cpu: whether it runs on a CPU.
+    """
+
+    kernels: tuple[Kernel, ...]
+    after: tuple[frozenset[int], ...]
+    sizes: Mapping[fx.Node, int]
+    buffers: Mapping[fx.Node, fx.Node]
+    inputs: frozenset[fx.Node]
+    outputs: frozenset[fx.Node]
+    on_cpu: bool
+
+
+def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:
+    """The kernels that a function runs. See [Note: kernels]."""
+    return _Analysis(graph, backend == "eager").run()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes that a value reads of a buffer, and whether element by element."""
+
+    nbytes: int
+    aligned: bool
+
+
+class _Analysis:
+    def __init__(self, graph: Recorded, eager: bool):
+        self.graph, self.eager = graph, eager
+        nodes = list(graph.graph.nodes) if eager else by_locality(list(graph.graph.nodes))
+        self.nodes = [n for n in nodes if n.op != "output"]
+        self.on_cpu = not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
+        self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
+        self.buffer = {n: storage_of(n) for n in self.nodes}
+        self.sizes = {n: nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
+        self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
+        # what is computed: buffers that operations make, and operations that write to one there is
+        self.made = [n for n in self.nodes if n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor) and (self.buffer[n] is n or writes(n))]
+        self.written = self._written()
+        self.reads = {n: self._reads(n) for n in self.made if n in self.written}
+        self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node, reads in self.reads.items():
+            for base in reads:
+                self.readers[base].add(node)
+
+    def run(self) -> Kernels:
+        made = [self._kernel(group) for group in self._groups()]
+        made = [k for k in made if k.writes]
+        before = self._before(made)
+        order = in_order(before)
+        number = {i: place for place, i in enumerate(order)}
+        after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
+        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self.on_cpu)
+
+    def _written(self) -> set[fx.Node]:
+        """Values that are written to memory. Among what one operation returns, the smaller ones are reductions."""
+        if self.eager:
+            return set(self.made)
+        readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        largest: dict[fx.Node, int] = defaultdict(int)
+        for node in self.nodes:
+            if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
+                for arg in node.all_input_nodes:
+                    readers[self.buffer[arg]].add(node)
+            if node in self.sizes:
+                largest[maker_of(node)] = max(largest[maker_of(node)], self.sizes[node])
+        written = {n for n in self.made if n in self.outputs or writes(n)}
+        num_reads: dict[fx.Node, int] = {}
+        heavy: set[fx.Node] = set()
+        for node in self.made:
+            maker, kind = maker_of(node), packet(maker_of(node))
+            arguments = {self.buffer[a] for a in maker.all_input_nodes}
+            num_reads[node] = sum(1 if a in written or a in self.inputs else num_reads.get(a, 1) for a in arguments)
+            shrinks = any(numel(a) > numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS | _FILLS
+            reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
+            twice = len(readers[node]) > 1
+            if kind in _HEAVY or not heavy.isdisjoint(arguments - written):
+                heavy.add(node)
+            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and self.on_cpu and node in heavy)
+            if kind in PRODUCTS or kind in _WRITES or reduced or many or any(packet(r) in PRODUCTS for r in readers[node]):
+                written.add(node)
+        return written
+
+    def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
+        """The buffers in memory that a written value is computed from."""
+        found: dict[fx.Node, _Read] = {}
+        todo = [(maker_of(node), packet(maker_of(node)) not in _WRITES)]
+        seen: set[tuple[fx.Node, bool]] = set()
+        while todo:
+            maker, aligned = todo.pop()
+            if (maker, aligned) in seen:
+                continue
+            seen.add((maker, aligned))
+            arguments = [] if packet(maker) in _FILLS else maker.all_input_nodes
+            for i, arg in enumerate(arguments[1:] if writes(maker) and len(arguments) > 1 else arguments):
+                base = self.buffer[arg]
+                table = packet(maker) in _GATHERS and i == 0
+                straight = aligned and not table and numel(arg) == numel(node) and contiguous(arg)
+                if base in self.written or base in self.inputs:
+                    size = min(nbytes(arg.meta.get("val")), self.sizes[base]) or self.sizes[base]
+                    size = min(size, nbytes(maker.meta.get("val")) or size) if table else size
+                    known = found.get(base, _Read(0, True))
+                    found[base] = _Read(max(known.nbytes, size), known.aligned and straight)
+                else:
+                    todo.append((maker_of(base), straight))
+        return found
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Written values by kernel, each group where its first value stands."""
+        order = [n for n in self.made if n in self.written]
+        parent = {n: n for n in order}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent[node] is not node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        depth: dict[fx.Node, int] = {}  # products that lie before a value
+        together: dict[object, fx.Node] = {}
+        for node in order:
+            maker = maker_of(node)
+            product = packet(maker) in PRODUCTS
+            alone = product or packet(maker) in _WRITES
+            depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + product
+            # the results of one operation, but not sums over columns beside what is computed by row
+            ndim = node.meta["val"].dim() if not product and not self.eager else None
+            parent[root(node)] = root(together.setdefault((maker, ndim), node))
+            if alone or self.eager:
+                continue
+            largest = max((r.nbytes for r in self.reads[node].values()), default=0)
+            for base, read in self.reads[node].items():
+                fits = read.aligned or numel(base) != numel(node)  # not what is transposed in between
+                if base in parent and depth[base] == depth[node] and packet(maker_of(base)) not in PRODUCTS | _WRITES:
+                    if not fits:
+                        continue
+                    parent[root(node)] = root(base)
+                elif read.nbytes == largest:
+                    parent[root(node)] = root(together.setdefault((base, depth[node], numel(node)), node))
+        groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in order:
+            groups[root(node)].append(node)
+        return list(groups.values())
+
+    def _kernel(self, group: list[fx.Node]) -> Kernel:
+        inside = set(group)
+        reads: dict[fx.Node, int] = {}
+        written: dict[fx.Node, int] = {}
+        in_place: dict[fx.Node, frozenset[fx.Node]] = {}
+        vanishing = 0
+        for node in group:
+            target = self.buffer[node]
+            vanishing += 4 * numel(node) if packet(maker_of(node)) in _HEAVY_INSIDE else 0
+            if target is node and self._vanishes(node, inside):
+                vanishing += self.sizes[target]
+            else:
+                written[target] = self.sizes[target]
+            for base, read in self.reads[node].items():
+                if base not in inside:
+                    reads[base] = max(reads.get(base, 0), read.nbytes)
+            if target is node:
+                in_place[node] = frozenset(b for b, r in self.reads[node].items() if r.aligned and b not in inside and self.sizes[b] == self.sizes[node])
+        maker = maker_of(group[0])
+        product = maker if packet(maker) in PRODUCTS else None
+        allocated = written if product is not None and group[0] is not product else ()  # several results
+        return Kernel(reads, written, product, in_place if product is None else {}, frozenset(allocated), vanishing)
+
+    def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a value is read in its own kernel alone: it never leaves the processor."""
+        if self.eager or node in self.outputs or packet(maker_of(node)) in PRODUCTS | _WRITES:
+            return False
+        return self.readers[node] <= inside
+
+    def _before(self, made: list[Kernel]) -> tuple[frozenset[int], ...]:
+        """For each kernel those that write what it reads, or read what it overwrites."""
+        if self.eager:
+            return tuple(frozenset([i - 1] if i else []) for i in range(len(made)))
+        writers: dict[fx.Node, list[int]] = defaultdict(list)
+        readers: dict[fx.Node, list[int]] = defaultdict(list)
+        for i, kernel in enumerate(made):
+            for base in kernel.writes:
+                writers[base].append(i)
+            for base in kernel.reads:
+                readers[base].append(i)
+        before = []
+        for i, kernel in enumerate(made):
+            given = {j for base in kernel.reads if base not in self.inputs for j in writers[base]}
+            taken = {j for base in kernel.writes if base in self.inputs for j in readers[base]}
+            before.append(frozenset((given | taken) - {i}))
+        return tuple(before)

@@ -1,0 +1,264 @@
+"""What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
+
+A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is given, and a wait hands
+out what its transfer filled. A storage is alive from the line that makes it until no name refers to it; names are let go of where the program
+says so (`del`). While a call runs its temporaries are alive as well. The pool (see [Note: pool] in program/ir.py) is there for the whole run;
+what lies in it has a role, but no bytes of its own. Bytes of the host count on their own, unless host and device are one memory; what rests on disk takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fzero.layout import padded
+from fzero.passes.speculate import guessed_leaves
+from fzero.program.aliases import Aliases
+from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
+from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
+from fzero.program.show import last_reads
+
+ROLES: tuple[str, ...] = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
+"""What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
+backward to the update, whole and sharded. `saved`: kept from the forward for the backward. `activations`: what else functions return. `temporaries`:
+inside a call. `idle_pool`: the part of the pool that nothing lies in. `other`: scalars, the step, the key, literal tensors."""
+
+
+class Sample(NamedTuple):
+    """Bytes alive while a line runs, in the order of `ROLES`, and those in the host's memory, where that is another. `line` counts as `Program.walk` does,
+    `turn` is that of the loop around it."""
+
+    line: int
+    turn: int
+    by_role: tuple[int, ...]
+    host_by_role: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> int:
+        return sum(self.host_by_role)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_role)
+
+
+def resting_bytes(program: Program, tier: str = "device") -> int:
+    """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on another tier."""
+    tiers = {tier, "host"} if tier == "device" and program.mesh.unified_memory else {tier} if tier != "host" or not program.mesh.unified_memory else set()
+    return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values() if leaf.layout.tier in tiers)
+
+
+def disk_bytes(program: Program) -> int:
+    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those that are written on a guess."""
+    on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [program.leaves[n] for n in guessed_leaves(program)]
+    return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
+
+
+def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
+    """A sample for each line that runs, in order; of a loop the first two turns: the others are like the second.
+
+    Args:
+        program: ordered; with or without a pool.
+        temporaries: peak bytes inside a call of a function beyond its inputs and outputs.
+    """
+    return list(_Memory(program, temporaries).run())
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    nbytes: int
+    role: str
+    pooled: bool = False
+    on_host: bool = False
+
+
+class _Memory:
+    """The storages that are alive, while walking through the lines."""
+
+    def __init__(self, program: Program, temporaries: Callable[[Function], int]):
+        self.program, self.values, self.roles = program, program.values_by_name, roles(program)
+        self.waits = {line.args[0]: line for line, _ in program.walk() if OPS[line.op].waits}
+        self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
+        self.outputs = Aliases(program.functions).outputs
+        self.names: dict[str, tuple[_Storage, ...]] = {}
+        self.references: dict[_Storage, int] = {}
+        self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
+        self.pooled = [0, 0]  # bytes of the device's pool that something lies in, and of the host's
+        self.alive = (dict.fromkeys(ROLES, 0), dict.fromkeys(ROLES, 0))
+        self.number = -1
+        for value in program.inputs:
+            leaf = program.leaves.get(value.name)
+            nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+            self._hold(value.name, (_Storage(0 if value.tier == "disk" else nbytes, self.roles[value.name], on_host=self._on_host(value)),))
+        for function in program.functions.values():
+            self.alive[0]["other"] += sum(x.nbytes for x in function.graph.constants.values())
+
+    def run(self) -> Iterator[Sample]:
+        return self._lines(self.program.lines, 0)
+
+    def _lines(self, lines: Sequence[Line], turn: int) -> Iterator[Sample]:
+        for line, dead in zip(lines, last_reads(lines, self.program), strict=True):
+            self.number += 1
+            begin = self.number
+            for inner in range(turns(line)):
+                self.number = begin
+                yield from self._lines(line.body, inner)
+            if not line.body:
+                for name, storages in self._made(line):
+                    self._hold(name, storages)
+                yield self._sample(line, turn)
+            for name in dead:
+                self._release(name)
+
+    def _sample(self, line: Line, turn: int) -> Sample:
+        now = [dict(alive) for alive in self.alive]
+        inside = self.temporaries[line.fn] if line.fn else OPS[line.op].inside(line, self.values, self.program.mesh)
+        now[line.attrs.get("on") == "host" and not self.program.mesh.unified_memory]["temporaries"] += inside
+        for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
+            now[arena]["idle_pool"] = nbytes - self.pooled[arena]
+        return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
+
+    def _on_host(self, value: Value) -> bool:
+        return value.tier == "host" and not self.program.mesh.unified_memory
+
+    def _hold(self, name: str, storages: tuple[_Storage, ...]) -> None:
+        for storage in storages:
+            before = self.references.get(storage, 0)
+            self.references[storage] = before + 1
+            if before == 0:
+                self._count(storage, 1)
+        self.names[name] = storages
+
+    def _release(self, name: str) -> None:
+        for storage in self.names.pop(name):
+            self.references[storage] -= 1
+            if self.references[storage] == 0:
+                del self.references[storage]
+                self._count(storage, -1)
+
+    def _count(self, storage: _Storage, sign: int) -> None:
+        self.alive[storage.on_host][storage.role] += sign * storage.nbytes
+        self.pooled[storage.on_host] += sign * storage.nbytes * storage.pooled
+
+    # --- what a line makes ---
+
+    def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
+        """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then to what it still reads."""
+        row = OPS[line.op]
+        if line.fn:
+            made: dict[int, _Storage] = {}
+            for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs(line.fn), strict=True)):
+                place = line.into[k] if line.into else None
+                if argument is not None and place is None:
+                    yield value.name, self.names[line.args[argument]]
+                else:
+                    if place is not None or root not in made:
+                        made[root] = self._storage(value.name, nbytes, place)
+                    yield value.name, (made[root],)
+        elif row.waits:
+            for value, storage in zip(line.out, self.names[line.args[0]], strict=False):
+                yield value.name, (storage,)
+        elif isinstance(row, Start):
+            yield line.out[0].name, self._moving(line, row)
+        elif (shared := list(row.shares(line))) and row.is_view(line, self.values, self.program.mesh):
+            for name, source in shared:
+                yield name, self.names[source]
+        else:
+            for k, value in enumerate(line.out):
+                if not (row.outlives and value.name in self.names):  # a total is one storage, whatever the turn
+                    yield value.name, (self._fresh(value, k, line),)
+
+    def _moving(self, line: Line, row: Start) -> tuple[_Storage, ...]:
+        sources = [storage for a in row.sent(line) for storage in self.names[a]]
+        if line.writes or stays(line, self.program.mesh):
+            return tuple(sources)
+        wait = self.waits[line.out[0].name]
+        results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
+        if row.between == "tiers":
+            return (*results, *sources)
+        if not row.reads_until_wait or not line.into:
+            results += [self._lie(a, line.into[k]) if line.into else self.names[a][0] for k, a in enumerate(line.args)]
+        return tuple(results)
+
+    def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
+        """The storage of result `k` of a line that makes it anew."""
+        return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
+
+    def _lie(self, name: str, place: Place | None) -> _Storage:
+        """Where an argument of a transfer is read from: its place in the pool, which may be a copy."""
+        return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
+
+    def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
+        on_host = name in self.values and self._on_host(self.values[name])
+        if place is None:
+            return _Storage(nbytes, self.roles.get(name, "activations"), on_host=on_host)
+        known = self.lying.get(place)
+        if known is None or known not in self.references:
+            # a rank's part of a gather lies within the gather
+            known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host)
+        return known
+
+
+# --- roles ---
+
+
+def roles(program: Program) -> dict[str, str]:
+    """What every value is for, one of `ROLES`."""
+    lines = [line for line, _ in program.walk()]
+    values = program.values_by_name
+    known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
+    known = {name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other" for name, role in known.items()}
+    leaves = set(known)
+    backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
+    gradients = {name for name, role in known.items() if role == "gradients"}  # what updates read of the backward, and what that was made of
+    gathered: set[str] = set()
+    copies = _copies(program)
+    late: set[str] = set()  # read in the backward
+    for i, line in reversed(list(enumerate(lines))):
+        made = {v.name for v in line.out} | {*line.writes}
+        read = {a for a in line.args if a not in leaves}
+        if line.fn:
+            gradients |= {a for a in read if line.writes and values[a].shape and copies.get(a, a) not in leaves}
+        elif line.op != "take_shard" and not made.isdisjoint(gradients):
+            gradients |= read
+        if OPS[line.op].pool == "gather":
+            gathered |= made | read
+        if i >= backward and line.fn:
+            late |= read
+    for i, line in enumerate(lines):
+        for value in line.out:
+            source = copies.get(value.name)
+            if source in leaves:
+                role = "gathered" if known[source] == "params" else known[source]
+            elif value.name in gradients:
+                role = "gradients"
+            elif source is not None:
+                role = known[source]
+            elif value.name in gathered or (OPS[line.op].waits and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
+                role = "gathered"
+            elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
+                role = "batch"
+            elif not value.shape:
+                role = "other"
+            else:
+                role = "saved" if i < backward and value.name in late else "activations"
+            known[value.name] = role
+    return known
+
+
+def _copies(program: Program) -> dict[str, str]:
+    """What each copy between tiers is a copy of, in the end: a leaf, or what a line made."""
+    started: dict[str, Line] = {}
+    out: dict[str, str] = {}
+    for line, _ in program.walk():
+        if line.op in COPIES:
+            started[line.out[0].name] = line
+        elif OPS[line.op].waits and line.args[0] in started:
+            start = started[line.args[0]]
+            out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
+        elif "leaves" in line.attrs:  # a buffer for them
+            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
+        elif line.op == "cast" and line.args[0] in out:  # on the way
+            out[line.out[0].name] = out[line.args[0]]
+    return out

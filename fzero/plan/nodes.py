@@ -1,0 +1,107 @@
+"""Facts about the nodes of a recorded graph, as the cost model reads them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from fzero.operators.scaled_matmul import scaled_mm
+from fzero.trace.storages import writes
+
+aten = torch.ops.aten
+
+PRODUCTS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten._scaled_mm,
+    scaled_mm.overloadpacket,
+    aten.convolution,
+    aten.convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+"""Operations that are a library's own kernel: what they read and write is in memory."""
+
+
+def packet(node: fx.Node) -> object:
+    """The operator of a node, whatever its overload; None of what calls none."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes with each operation right before the first that reads it, as Inductor moves them (its reorder_for_locality)."""
+    after: dict[fx.Node | None, fx.Node | None] = {}
+    before: dict[fx.Node | None, fx.Node | None] = {}
+    for a, b in zip((None, *nodes), (*nodes, None), strict=True):
+        after[a], before[b] = b, a
+    seen, node = set[fx.Node](), before[None]
+    first_write = next((n for n in nodes if writes(n)), None)
+    moves = first_write is None
+    while node is not None:
+        seen.add(node)
+        if moves and node is not first_write:
+            for arg in node.all_input_nodes:
+                stays = arg.op != "call_function" or (maker_of(arg) is not arg and packet(maker_of(arg)) in PRODUCTS)
+                if not stays and all(u in seen for u in arg.users):
+                    after[before[arg]], before[after[arg]] = after[arg], before[arg]
+                    after[arg], before[arg] = node, before[node]
+                    after[before[node]], before[node] = arg, arg
+        moves = moves or node is first_write
+        node = before[node]
+    out, node = [], after[None]
+    while node is not None:
+        out.append(node)
+        node = after[node]
+    return out
+
+
+def in_order(before: Sequence[frozenset[int]]) -> list[int]:
+    """Numbers in order, each after those before it. Of a circle the first stays first."""
+    done: dict[int, None] = {}
+    entered: set[int] = set()
+    for start in range(len(before)):
+        todo = [start]
+        while todo:
+            missing = [j for j in before[todo[-1]] if j not in entered]
+            entered.add(todo[-1])
+            if missing:
+                todo += sorted(missing, reverse=True)
+            else:
+                done.setdefault(todo.pop())
+    return list(done)
+
+
+def maker_of(node: fx.Node) -> fx.Node:
+    """The operation that makes a value: its node, or the one with several results that it is taken from."""
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def nbytes(value: object) -> int:
+    """Bytes of the memory that a tensor spans, or that all of several take."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
+    return sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else 0
+
+
+def numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def contiguous(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_contiguous()

@@ -1,0 +1,293 @@
+"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on every wire, a timeline.
+
+It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program came about, nor run it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fzero.plan.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, on_mesh, seconds, temporaries
+from fzero.plan.devices import Device, get_device
+from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
+from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
+from fzero.program.ir import Program
+from fzero.program.ops import transfer_bytes
+from fzero.program.show import statements
+from fzero.units import parse_bytes
+
+
+class At(NamedTuple):
+    """A line of a program: its number, as `Program.walk` counts, and its text, as it runs."""
+
+    index: int
+    text: str
+
+
+class Channel(NamedTuple):
+    """A queue of transfers in one step of a rank: bytes it moves, how many transfers, seconds they take, seconds that compute waits for them.
+
+    `host` is one too, where an asynchronous device has functions that the host computes: bytes they read and write there, how many they are.
+    """
+
+    bytes: int
+    num_transfers: int
+    busy_seconds: float
+    exposed_seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s while it is busy, as assumed, with the latencies."""
+        return self.bytes / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class Wait(NamedTuple):
+    """Seconds a step that compute waits at a line, for a transfer of a channel."""
+
+    line: At
+    channel: str
+    seconds: float
+
+
+class Decision(NamedTuple):
+    """Something that a step leaves open: how it was decided for this program, and why."""
+
+    what: str
+    chosen: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step of a program costs a rank, predicted. Made by `fz.lower(...).plan` and `train.plan`.
+
+    Attributes:
+        name, mesh: of the program.
+        device: whose rates were used, with its rank's share of the host.
+        backend: that the functions were assumed to be built with.
+        step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in which they wait for transfers.
+        channels: by name: `gather:data`, `reduce:data`, `to_host`, `to_device`, `disk`, `host`.
+        waits: every line that waits, in order.
+        peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
+        resting_bytes: the state on the device between steps.
+        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it. `host_breakdown`: what that
+            peak is for.
+        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
+        pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
+        model_flops: products of one step of this rank's part of the batch, recomputation left out.
+        mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for `model_flops` at its peak, in the dtype
+            that most products run in. None if the device's peak is not known.
+        speed_of_light: likewise at the rate that it attains.
+        memory: a sample a line that runs, in order; of a loop, two turns.
+        events: the timeline.
+        lines: the text of every line.
+        decisions: what the step left open, how it was decided, and why.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
+        >>> params, batch = {"w": torch.empty(1024, 512, device="meta")}, torch.empty(8, 1024, device="meta")
+        >>> found = fz.lower(step, fz.AbstractMesh(data=8), params, batch).plan
+        >>> found.resting_bytes, found.channels["gather:data"].bytes
+        (262176, 1835008)
+        >>> fz.fits(found, "80GB")
+        True
+    """
+
+    name: str
+    mesh: str
+    device: Device
+    backend: str
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    channels: Mapping[str, Channel]
+    waits: tuple[Wait, ...]
+    peak_bytes: int
+    peak_line: At
+    breakdown: Mapping[str, int]
+    resting_bytes: int
+    host_peak_bytes: int
+    host_breakdown: Mapping[str, int]
+    host_resting_bytes: int
+    disk_bytes: int
+    pool_bytes: int
+    model_flops: float
+    mfu: float | None
+    speed_of_light: float
+    memory: tuple[Sample, ...] = field(repr=False)
+    events: tuple[Event, ...] = field(repr=False)
+    lines: tuple[str, ...] = field(repr=False)
+    decisions: tuple[Decision, ...] = ()
+
+    def __str__(self) -> str:
+        from fzero.plan.render import table
+
+        return table(self)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step that each queue is busy, `compute` and the channels, the busiest first."""
+        seconds = {COMPUTE: self.compute_seconds, **{name: c.busy_seconds for name, c in self.channels.items()}}
+        return {name: s / self.step_seconds if self.step_seconds else 0.0 for name, s in sorted(seconds.items(), key=lambda item: -item[1])}
+
+    @property
+    def bound_by(self) -> str:
+        """The queue that bounds the step: the busiest. Its share in `busy` is what the step reaches of its ceiling, in which all else hides behind it. On a
+        CPU, where transfers between ranks and functions take turns, no step reaches that."""
+        return next(iter(self.busy))
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is for."""
+        from fzero.plan.render import as_json
+
+        return _written(as_json(self), path)
+
+    def save_trace(self, path: str | Path, measured: Sequence[Event] | None = None) -> None:
+        """Writes the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing, with the memory over it.
+
+        Args:
+            path: of the JSON file.
+            measured: what `train.profile` returned, shown beside the prediction as a process of its own.
+        """
+        from fzero.plan.render import trace
+
+        _written(trace(self, measured), path)
+
+    def save_picture(self, path: str | Path, budget: str | int | None = None) -> None:
+        """Draws memory over the lines of the step, stacked by role, with its peak.
+
+        Args:
+            path: ends in .png or .svg.
+            budget: drawn as a line: bytes, or text as `fits` takes it.
+
+        Raises:
+            FzeroValueError: another ending, or no matplotlib, which `fzero[plan]` installs.
+        """
+        from fzero.plan.render import picture
+
+        picture(self, Path(path), None if budget is None else parse_bytes(budget))
+
+
+def plan(program: Program, device: Device | str | None = None, *, backend: str = "inductor", decisions: Sequence[Decision] = ()) -> Plan:
+    """What a finished program costs each rank in one step. No device is touched.
+
+    Args:
+        program: lowered and ordered.
+        device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this machine's.
+        backend: that its functions will be built with: it decides what a call holds in between.
+        decisions: that made it this program.
+
+    Raises:
+        FzeroValueError: an unknown device.
+    """
+    found = on_mesh(device if isinstance(device, Device) else get_device(device, program.mesh.device_type), program.mesh)
+    walked = list(program.walk())
+    line_of = statements(program)
+    timeline, memory = _timeline(program, found, backend), _memory(program, found, backend)
+    sent: dict[str, int] = {}
+    for line, times in walked:
+        queue = channel(line)
+        if queue is not None:
+            sent[queue] = sent.get(queue, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
+        elif found.asynchronous and on_host(line, program):
+            sent[HOST] = sent.get(HOST, 0) + times * int(host_bytes(line, program, backend))
+    exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
+    for number, waiting in timeline.exposed.items():
+        exposed[timeline.waited[number]] += waiting
+    peak = max(memory, key=lambda sample: (sample.total, sample.turn))
+    host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))  # a pool is there all along
+    flops, dtype = model_flops(program), compute_dtype(program)
+    stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
+    return Plan(
+        name=program.name,
+        mesh=str(program.mesh),
+        device=found,
+        backend=backend,
+        step_seconds=timeline.step_seconds,
+        compute_seconds=timeline.compute_seconds,
+        exposed_seconds=timeline.exposed_seconds,
+        channels={q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q]) for q, n in sorted(sent.items())},
+        waits=tuple(Wait(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
+        peak_bytes=peak.total,
+        peak_line=At(peak.line, line_of[peak.line]),
+        breakdown=dict(zip(ROLES, peak.by_role, strict=True)),
+        resting_bytes=resting_bytes(program),
+        host_peak_bytes=host_peak.host,
+        host_breakdown=dict(zip(ROLES, host_peak.host_by_role, strict=True)),
+        host_resting_bytes=resting_bytes(program, "host"),
+        disk_bytes=disk_bytes(program),
+        pool_bytes=program.pool_bytes,
+        model_flops=flops,
+        mfu=flops / timeline.step_seconds / stated if stated and timeline.step_seconds else None,
+        speed_of_light=flops / timeline.step_seconds / found.rate(dtype) if timeline.step_seconds else 0.0,
+        memory=tuple(memory),
+        events=tuple(timeline.events),
+        lines=tuple(line_of),
+        decisions=tuple(decisions),
+    )
+
+
+def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int, int]:
+    """Those of `plan`, alone: of the device, of the host, and what lies on disk."""
+    memory = _memory(program, device, backend)
+    return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
+
+
+def step_seconds(program: Program, device: Device, backend: str) -> float:
+    """Those of `plan`, alone."""
+    return _timeline(program, device, backend).step_seconds
+
+
+def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
+    """Those of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then ...", as long as compute before the first
+    update and that queue from there on."""
+    found = _timeline(program, device, backend)
+    busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
+    then = {f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0) for queue, seconds in busy.items() if queue != COMPUTE}
+    return found.step_seconds, {**busy, **then}
+
+
+def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
+    here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
+    return memory_of(program, functools.partial(temporaries, backend=backend, device=here))
+
+
+def _timeline(program: Program, device: Device, backend: str) -> Timeline:
+    rates = as_used(device, program)
+    return simulate(program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous)
+
+
+def fits(plan: Plan, budget: str | int) -> bool:
+    """Whether a plan's peak stays within a budget of memory.
+
+    Args:
+        plan: of a step.
+        budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
+
+    Raises:
+        FzeroValueError: text that is no size.
+    """
+    return plan.peak_bytes <= parse_bytes(budget)
+
+
+def compute_dtype(program: Program) -> torch.dtype:
+    """The dtype that most products run in."""
+    flops: dict[torch.dtype, float] = {torch.float32: 0.0}
+    for line, times in program.walk():
+        if line.op == "call":
+            for dtype, n in cost_of(program.functions[line.fn]).flops.items():
+                flops[dtype] = flops.get(dtype, 0.0) + times * n
+    return max(flops, key=lambda dtype: flops[dtype])
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text)
+    return text

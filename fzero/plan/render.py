@@ -1,0 +1,261 @@
+"""A plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not hold."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fzero.errors import FzeroValueError, message
+from fzero.plan.cost import DISK, HOST
+from fzero.plan.memory import ROLES
+from fzero.plan.timeline import COMPUTE, Event
+from fzero.units import duration, rate, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fzero.plan.plan import Channel, Plan
+
+_WIDTH = 120  # columns of a table
+_LONGEST_WAITS = 5
+
+
+class Table(NamedTuple):
+    """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all columns are text, in lines."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    prose: bool = False
+
+
+def table(plan: Plan) -> str:
+    """As plain text: totals, what the peak consists of, channels, the longest waits."""
+    return plain(tables(plan))
+
+
+def tables(plan: Plan) -> list[Table]:
+    """What `table` shows."""
+    share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    totals = [
+        ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
+        ("at rest", size(plan.resting_bytes), "the state between steps"),
+        ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
+        ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
+        ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
+        ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
+    ]
+    out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
+    roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
+    out.append(Table("at the peak", ("", "bytes", "share"), roles))
+    if plan.host_peak_bytes or plan.disk_bytes:
+        on_host = ", ".join(f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n)
+        tiers = [
+            ("device", size(plan.resting_bytes), size(plan.peak_bytes), ""),
+            ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
+            ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
+        ]
+        out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
+    if plan.channels:
+        columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
+        rows = [(queue, *_moved(c), f"{plan.busy[queue]:.1%}", duration(c.exposed_seconds)) for queue, c in plan.channels.items() if c.num_transfers]
+        out.append(Table("transfers", columns, rows))
+    longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
+    if longest:
+        waits = [(duration(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
+        out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+    out.append(_assumed(plan))
+    if plan.decisions:
+        out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
+    return out
+
+
+def _utilisation(plan: Plan) -> str:
+    attained = f"{plan.speed_of_light:.1%} of what"
+    return f"{attained} the device attains" if plan.mfu is None else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} it attains"
+
+
+def _assumed(plan: Plan) -> Table:
+    """The rates that the plan goes by, of the queues that it has."""
+    device, host = plan.device, plan.device.host
+    products = (f"{flops / 1e12:.4g} TFLOP/s in {dtype}" for dtype, flops in device.flops.items() if dtype in ("float32", "bfloat16"))
+    rows = [("memory", size(device.memory_bytes), rate(device.memory_bandwidth)), ("products", "", ", ".join(products))]
+    if any(":" in queue for queue in plan.channels):
+        rows += [(f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}") for name, link in device.links.items()]
+    if plan.channels.keys() & {"to_host", "to_device"}:
+        rows.append(("host copy", rate(device.host_copy.bandwidth), "each way"))
+    shares = [("host memory", device.host_memory_bandwidth)] if HOST in plan.channels else []
+    if DISK in plan.channels:
+        shares += [("disk read", device.disk_read.bandwidth), ("disk write", device.disk_write.bandwidth)]
+    whose = "while all ranks of the host are busy"
+    if host is not None:
+        whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
+    rows += [(name, rate(attained), whose) for name, attained in shares]
+    return Table(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
+
+
+_LINKS = {"intra": "the same host", "inter": "other hosts"}
+
+
+def _moved(channel: Channel) -> tuple[str, ...]:
+    return size(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", duration(channel.busy_seconds)
+
+
+def plain(tables: Iterable[Table]) -> str:
+    """As text without colours."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    draw(tables, Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def draw(tables: Iterable[Table], console: Console) -> None:
+    """Onto a console, as wide as it is if that is narrow."""
+    from rich import table as rich
+    from rich.text import Text
+
+    width = min(_WIDTH, console.width)
+    for title, columns, rows, prose in tables:
+        console.print(Text(title))
+        out = rich.Table(width=width)
+        for i, column in enumerate(columns):
+            last = i == len(columns) - 1
+            if prose:
+                out.add_column(column, ratio=1 if last else None, max_width=None if last else _WIDTH // 3, overflow="fold")
+            else:
+                out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
+        for row in rows:
+            out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
+        console.print(out)
+
+
+def brief(text: str, width: int = 84) -> str:
+    """A statement in one line of a table: of many results the first, of many arguments as many as there is room for."""
+    out, equals, code = text.partition(" = ")
+    if equals and "(" not in out and len(text) > width and "," in out.rstrip(","):
+        text = f"{out.split(',')[0]}, … = {code}"
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# --- data ---
+
+
+def as_json(plan: Plan) -> str:
+    """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of `memory_columns`."""
+    data = {
+        "name": plan.name,
+        "mesh": plan.mesh,
+        "device": plan.device.name,
+        "backend": plan.backend,
+        "step_seconds": plan.step_seconds,
+        "compute_seconds": plan.compute_seconds,
+        "exposed_seconds": plan.exposed_seconds,
+        "peak_bytes": plan.peak_bytes,
+        "peak_line": plan.peak_line._asdict(),
+        "breakdown": dict(plan.breakdown),
+        "resting_bytes": plan.resting_bytes,
+        "host_peak_bytes": plan.host_peak_bytes,
+        "host_breakdown": dict(plan.host_breakdown),
+        "host_resting_bytes": plan.host_resting_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "pool_bytes": plan.pool_bytes,
+        "model_flops": plan.model_flops,
+        "mfu": plan.mfu,
+        "speed_of_light": plan.speed_of_light,
+        "bound_by": plan.bound_by,
+        "busy": plan.busy,
+        "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},
+        "waits": [{"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits],
+        "decisions": [d._asdict() for d in plan.decisions],
+        "memory_columns": ["line", "turn", *ROLES],
+        "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
+        "host_memory": [s.host for s in plan.memory],
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+# --- a trace ---
+
+
+def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
+    """Chrome-trace JSON: the prediction, and beside it what was measured, each a process with a thread a queue."""
+    memory = {(s.line, s.turn): s for s in plan.memory}
+    events = _process(1, f"predicted: {plan.device.name}, mesh {plan.mesh}", plan.events, plan.lines)
+    for event in plan.events:
+        sample = memory.get((event.line, event.turn)) if event.queue == COMPUTE else None
+        if sample is not None:
+            events.append({"ph": "C", "pid": 1, "name": "memory", "ts": event.start * 1e6, "args": dict(zip(ROLES, sample.by_role, strict=True))})
+    if measured is not None:
+        events += _process(2, "measured", measured, plan.lines)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Trace times are in microseconds."""
+    threads = {queue: i for i, queue in enumerate(dict.fromkeys([COMPUTE, *sorted({e.queue for e in events})]))}
+    out: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
+    for queue, tid in threads.items():
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": queue}})
+        out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    for e in events:
+        if e.seconds > 0:
+            args = {"line": e.line, "turn": e.turn, "text": lines[e.line]}
+            out.append({"ph": "X", "pid": pid, "tid": threads[e.queue], "name": e.name, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
+    return out
+
+
+# --- a picture ---
+
+
+def picture(plan: Plan, path: Path, budget: int | None) -> None:
+    """Memory over the lines that run, stacked by role, with the peak and its line."""
+    if path.suffix not in (".png", ".svg"):
+        raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
+    except ImportError as error:
+        raise FzeroValueError(message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")) from error
+    scale, unit = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
+    rows = [[s.by_role[i] / scale for s in plan.memory] for i in range(len(ROLES))]
+    shown = [i for i in range(len(ROLES)) if any(rows[i])]
+    peak = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    colors = ["lightgray" if ROLES[i] == "idle_pool" else f"C{i}" for i in shown]
+    axes.stackplot(range(len(plan.memory)), [rows[i] for i in shown], labels=[ROLES[i] for i in shown], colors=colors, step="mid", linewidth=0)
+    top = plan.peak_bytes / scale
+    axes.plot([peak], [top], "k.", markersize=8)
+    left = peak < len(plan.memory) / 2
+    axes.annotate(
+        f"{top:.3g} {unit} at line {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
+        (peak, top),
+        xytext=(8 if left else -8, 6),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        va="bottom",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},  # over the line of a budget
+        zorder=5,
+        fontsize=8,
+        family="monospace",
+        parse_math=False,
+    )
+    if plan.host_peak_bytes:
+        axes.plot(range(len(plan.memory)), [s.host / scale for s in plan.memory], color="black", linewidth=1, drawstyle="steps-mid", label="host memory")
+    if budget is not None:
+        axes.axhline(budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set(xlim=(0, max(1, len(plan.memory) - 1)), ylim=(0, 1.2 * max(top, plan.host_peak_bytes / scale, (budget or 0) / scale)))
+    axes.set(xlabel="lines, in the order they run", ylabel=f"{unit} on each rank", title=f"{plan.name} on mesh {plan.mesh}: memory")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _unit(num: float) -> tuple[float, str]:
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num >= scale:
+            return scale, unit
+    return 1.0, "B"

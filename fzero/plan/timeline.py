@@ -1,0 +1,199 @@
+"""When every line of a program runs: a simulation of one rank's queues.
+
+[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`,
+`reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device. Gathers and reductions over one axis share its link: one runs
+after the other, in the order of their starts, as if each had it to itself. On an asynchronous device, and to and from a disk, a start puts
+its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is free, and a wait holds compute until it is done. On
+a device that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
+
+[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. It takes no time for that and is as far ahead as it
+may be, but for three things that hold it: a function that the host computes, for as long as that takes (the queue `host`), and the waits of `to_host` and of
+`disk`, until the transfer is done. Lines that come later begin no sooner than the thread is free again; what the device was told before goes on meanwhile. If
+the device runs out of work, that is exposed time of what holds the thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fzero.plan.cost import DISK, HOST, channel, on_host
+from fzero.program.ir import Line, Program
+from fzero.program.ops import OPS
+
+COMPUTE = "compute"
+_ALIKE = 1e-9  # of a turn's seconds: turns that differ by less are one another's repetition
+
+
+class Event(NamedTuple):
+    """Something that took `seconds` in a queue. `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
+
+    queue: str
+    name: str
+    start: float
+    seconds: float
+    line: int
+    turn: int = 0
+
+
+@dataclass
+class Timeline:
+    """What a simulation found; seconds and counts are of the whole step."""
+
+    events: list[Event] = field(default_factory=list)
+    step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    num_transfers: dict[str, int] = field(default_factory=dict)  # by channel, as the next; of `host`, functions
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    exposed: dict[int, float] = field(default_factory=dict)  # by the line that waits
+    waited: dict[int, str] = field(default_factory=dict)  # the channel that a line waits for
+    before_update: dict[str, float] = field(default_factory=dict)  # by channel, and of compute: how long it was busy before the first update
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed.values())
+
+
+def simulate(program: Program, seconds: Callable[[Line], float], asynchronous: bool) -> Timeline:
+    """The queues of one step.
+
+    Args:
+        program: ordered.
+        seconds: of one execution of a line; of a start, of its transfer.
+        asynchronous: whether transfers progress while the device computes, which a thread of the host tells what to do.
+    """
+    return _Simulation(program, seconds, asynchronous).run()
+
+
+class _Simulation:
+    def __init__(self, program: Program, seconds: Callable[[Line], float], asynchronous: bool):
+        self.program, self.asynchronous = program, asynchronous
+        self.seconds = [seconds(line) for line, _ in program.walk()]
+        self.line_channel = [channel(line) for line, _ in program.walk()]
+        self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
+        self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}  # channels whose waits hold the host's thread
+        self.size = [1 + sum(1 for _ in _inner(line)) for line, _ in program.walk()]
+        self.found = Timeline()
+        self.clock = 0.0  # when compute has done all it was given
+        self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
+        self.held: list[tuple[Event, str]] = []  # what held it since compute last had nothing to do, each with its queue
+        self.free: dict[str, float] = {}  # when a link has done all it was given
+        self.moving: dict[str, tuple[str, float]] = {}  # a handle's channel, and when its transfer is done, or how long it will take
+
+    def run(self) -> Timeline:
+        self._lines(self.program.lines, 0, 0)
+        self._catch_up(0)
+        self.found.step_seconds = max([self.clock, *self.free.values()])
+        return self.found
+
+    def _lines(self, lines: Sequence[Line], number: int, turn: int) -> None:
+        for line in lines:
+            if line.op == "loop":
+                self._loop(line, number)
+            elif line.op != "redo":
+                self._line(line, number, turn)
+            number += self.size[number]
+
+    def _line(self, line: Line, number: int, turn: int) -> None:
+        seconds, queue = self.seconds[number], self.line_channel[number]
+        if line.fn and line.writes and not self.found.before_update:
+            self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
+        if queue is not None:
+            self._start(line.out[0].name, queue, seconds, number, turn)
+        elif OPS[line.op].waits:
+            self._wait(line.args[0], number, turn)
+        elif self.on_host[number]:
+            if seconds:
+                self._count(HOST, seconds)
+            self._hold(HOST, line.fn or line.op, seconds, number, turn)
+        else:
+            self.found.compute_seconds += seconds
+            self._catch_up(turn)
+            self._compute(line.fn or line.op, seconds, number, turn)
+
+    def _start(self, handle: str, queue: str, seconds: float, number: int, turn: int) -> None:
+        self._count(queue, seconds)
+        if not self._overlaps(queue):
+            self.moving[handle] = queue, seconds
+            return
+        link = queue.partition(":")[2] or queue  # of an axis that of all its transfers
+        begins = max(self.clock, self.thread, self.free.get(link, 0.0))
+        self.free[link] = begins + seconds
+        self.moving[handle] = queue, begins + seconds
+        self.found.events.append(Event(queue, handle, begins, seconds, number, turn))
+
+    def _wait(self, handle: str, number: int, turn: int) -> None:
+        queue, done = self.moving.pop(handle)
+        self.found.waited[number] = queue
+        self.found.exposed.setdefault(number, 0.0)
+        if self.asynchronous and queue in self.holds:
+            self._hold(queue, handle, max(0.0, done - self.thread), number, turn)
+            return
+        self._catch_up(turn)
+        if self._overlaps(queue):
+            self._expose(handle, max(0.0, done - self.clock), number, turn)
+        else:
+            self.found.events.append(Event(queue, handle, self.clock, done, number, turn))
+            self._expose(handle, done, number, turn)
+
+    def _overlaps(self, queue: str) -> bool:
+        return self.asynchronous or queue == DISK
+
+    def _count(self, queue: str, seconds: float) -> None:
+        self.found.num_transfers[queue] = self.found.num_transfers.get(queue, 0) + 1
+        self.found.busy_seconds[queue] = self.found.busy_seconds.get(queue, 0.0) + seconds
+
+    def _compute(self, name: str, seconds: float, number: int, turn: int) -> None:
+        self.found.events.append(Event(COMPUTE, name, self.clock, seconds, number, turn))
+        self.clock += seconds
+
+    def _expose(self, name: str, seconds: float, number: int, turn: int) -> None:
+        self.found.exposed[number] = self.found.exposed.get(number, 0.0) + seconds
+        self._compute(f"wait {name}", seconds, number, turn)
+
+    def _hold(self, queue: str, name: str, seconds: float, number: int, turn: int) -> None:
+        """Something that the host's thread does before it goes on."""
+        if seconds > 0:
+            event = Event(HOST, name if queue == HOST else f"wait {name}", self.thread, seconds, number, turn)
+            self.found.events.append(event)
+            self.held.append((event, queue))
+            self.thread += seconds
+
+    def _catch_up(self, turn: int) -> None:
+        """Compute has nothing to do until the thread is free."""
+        for event, queue in self.held:
+            if (ends := event.start + event.seconds) > self.clock:
+                self.found.waited[event.line] = queue
+                self._expose(event.name.removeprefix("wait "), ends - self.clock, event.line, turn)
+        self.held.clear()
+
+    def _loop(self, loop: Line, number: int) -> None:
+        """Turns until one finds the links as the one before left them: from there on each takes as long as that one."""
+        count, found = loop.attrs["count"], self.found
+        after: dict[str, float] = {}
+        for turn in range(count):
+            begin, before, waits = self.clock, after, dict(found.exposed)
+            compute, transfers, busy = found.compute_seconds, dict(found.num_transfers), dict(found.busy_seconds)
+            self._lines(loop.body, number + 1, turn)
+            took, left, after = self.clock - begin, count - turn - 1, self._ahead(begin)
+            if left and turn and all(abs(ahead - before.get(q, 0.0)) <= _ALIKE * took for q, ahead in after.items()):
+                found.compute_seconds += left * (found.compute_seconds - compute)
+                found.num_transfers = {q: n + left * (n - transfers.get(q, 0)) for q, n in found.num_transfers.items()}
+                found.busy_seconds = {q: s + left * (s - busy.get(q, 0.0)) for q, s in found.busy_seconds.items()}
+                found.exposed = {n: s + left * (s - waits.get(n, 0.0)) for n, s in found.exposed.items()}
+                self._compute(f"{left} more turns", left * took, number, turn + 1)
+                self.free = {q: t + left * took for q, t in self.free.items()}
+                self.thread += left * took
+                return
+
+    def _ahead(self, begin: float) -> dict[str, float]:
+        """How long each link will still be busy when compute is not, and the host's thread; less than nothing of a thread that was held in this turn."""
+        found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
+        return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
+
+
+def _inner(line: Line) -> Iterator[Line]:
+    for x in line.body:
+        yield x
+        yield from _inner(x)

@@ -1,0 +1,1 @@
+"""Lower precision: products in 8 bits with their scales, and the statistics by which precision is watched and chosen."""

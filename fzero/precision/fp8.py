@@ -1,0 +1,340 @@
+"""Products with selected parameters, done in 8 bits: a rewrite of what was recorded, before it is laid out as lines.
+
+Of each selected parameter three products are known by what they read and make: the one that reads it (through views and casts), the one that makes the
+gradient of its input, which reads it too, and the one whose result becomes its gradient. Each is replaced by two roundings and one `scaled_mm`
+(fzero/operators/scaled_matmul.py); equal roundings are one, so that what the forward rounded is there for the backward. A product is done so if it is a whole
+parameter that it reads, and if its three dims are multiples of 16.
+
+A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels. Every rank rounds its shard by the largest
+of all ranks' scales, which is that of the whole.
+
+What is multiplied with a parameter may be rounded by a scale that is known before the step (fzero/precision/delayed.py): a function has a vector of them as
+an input more, and the operands' largest magnitudes as a result more, a block that of its backward.
+
+It must not know which parameters to select, or why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.errors import TransformError, message
+from fzero.layout import Leaf
+from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, amax, quantized, saturated, scaled_mm
+from fzero.precision.delayed import Operands
+from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
+from fzero.program.lines import Inputs
+from fzero.trace.block import Joint, call_block, call_vjp
+from fzero.trace.record import Recorded, merge_equal, record
+from fzero.trace.subgraph import extract, inlined, reached
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InFp8:
+    """Which products of a step are done in 8 bits.
+
+    Attributes:
+        selects: whether those with a parameter are.
+        rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has one.
+        gathers: whether sharded parameters travel in 8 bits.
+        history: of how many steps what is multiplied with a parameter is rounded by the largest magnitude; None: by its own, as parameters always are.
+    """
+
+    selects: Callable[[Leaf], bool]
+    rows: bool = False
+    gathers: bool = True
+    history: int | None = None
+
+    def multiplied(self, params: Inputs) -> list[int]:
+        """The positions of the parameters whose products are. Of a tied leaf all paths are asked."""
+        refused = {tie for leaf, tie in zip(params.leaves, params.ties, strict=True) if not self.selects(leaf)}
+        return [i for i in params.distinct if i not in refused]
+
+    def comes_rounded(self, leaf: Leaf) -> bool:
+        """Whether a selected parameter comes in 8 bits, if nothing but products reads it: a shard, of which all ranks make the whole."""
+        return self.gathers and not self.rows and bool(leaf.layout.axes) and leaf.layout.tier == "device"
+
+
+@dataclass
+class Uses:
+    """The products with one parameter: how many are done in 8 bits, and the dims of those that cannot be."""
+
+    done: int = 0
+    left: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, other: Uses) -> None:
+        self.done += other.done
+        self.left += other.left
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A function with products in 8 bits.
+
+    Attributes:
+        graph: the function. If it has `vectors`, its last result is the largest magnitudes that belong to them, one vector after the other.
+        scales: for each input that comes rounded, as nothing but products reads it, the new input that is its scale.
+        vectors: the new inputs that are scales known before the step, each with the parameters that it is about (see `Operands`).
+    """
+
+    graph: Recorded
+    scales: Mapping[fx.Node, fx.Node]
+    vectors: Mapping[fx.Node, Sequence[fx.Node]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block with the products of some of its inputs replaced, and those by the number of the input. `about`: the inputs that its vector is about, if it
+    has one."""
+
+    joint: Joint
+    uses: Mapping[int, Uses]
+    about: Sequence[int] = ()
+
+
+def rewrite(
+    graph: Recorded,
+    weights: Mapping[fx.Node, fx.Node | None],
+    seeds: Collection[fx.Node],
+    fp8: InFp8,
+    sharded: Collection[fx.Node],
+    paths: Mapping[fx.Node, str],
+) -> Rewritten:
+    """Replaces the products with some inputs of a function: its own and those of the blocks that it calls.
+
+    Args:
+        graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
+        weights: the inputs, each with the output that is its gradient, if it has one.
+        seeds: what gradients are computed from; none in an evaluation, which has no history.
+        fp8: which products, and how.
+        sharded: the inputs that may come in float8_e4m3fn.
+        paths: what the user knows the inputs as.
+
+    Raises:
+        TransformError: there is none that could be replaced.
+    """
+    blocks: dict[Any, _Block] = {}
+    uses: dict[fx.Node, Uses] = defaultdict(Uses)
+    nodes = list(graph.graph.nodes)
+    delayed = {n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None}  # the calls whose backward can tell what they read
+    late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
+    new = _NewInputs(graph, len(graph.inputs), "in_{}")
+    scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
+    about: dict[fx.Node, Sequence[fx.Node]] = {}
+    maxima: dict[fx.Node, fx.Node] = {}
+    found, operands = _replace(graph.graph, weights, late, fp8.rows, scales, new if fp8.history is not None and seeds else None)
+    for weight in found:
+        uses[weight].add(found[weight])
+    if operands is not None and operands.largest is not None:
+        about[operands.vector], maxima[operands.vector] = operands.weights, operands.largest
+    vectors: dict[Any, fx.Node] = {}  # of each call
+    for node in nodes:
+        if node.target in (call_block, call_vjp):
+            joint, call, *_ = node.args
+            inputs = node.args[2 : 2 + joint.num_inputs]
+            selected = frozenset(i for i, n in enumerate(inputs) if origin(n) in weights)
+            given = tuple(i for i, n in enumerate(inputs) if n in scales)
+            key = joint, selected, given, call in delayed
+            if key not in blocks:
+                blocks[key] = _in_block(*key, fp8.rows)
+            block, more = blocks[key], [scales[inputs[i]] for i in given]
+            if block.about:
+                if call not in vectors:
+                    vectors[call] = new.vector(len(block.about))
+                    about[vectors[call]] = [origin(inputs[i]) for i in block.about]
+                more.append(vectors[call])
+            node.args = (block.joint, call, *inputs, *more, *node.args[2 + joint.num_inputs :])
+            if block.about and node.target is call_vjp:
+                maxima[vectors[call]] = _last_result(node, block.joint)
+            for i in selected if node.target is call_block else ():
+                uses[origin(inputs[i])].add(block.uses[i])
+    if not any(u.done for u in uses.values()):
+        problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
+        raise TransformError(message("fp8", "no product of this step can be done in 8 bits", problems, _FIX))
+    if about:
+        _append_result(graph.graph, [maxima[vector] for vector in about])
+    graph.graph.eliminate_dead_code()
+    return Rewritten(replace(graph), scales, about)
+
+
+_FIX = f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of {MULTIPLE}"
+
+
+def _why(uses: Uses) -> str:
+    left = ", ".join(" x ".join(map(str, d)) for d in dict.fromkeys(uses.left))
+    return f"its products are of {left}" if left else "no product reads the whole of it"
+
+
+class _NewInputs:
+    """Inputs that a function gets behind so many that it has."""
+
+    def __init__(self, graph: Recorded, behind: int, name: str):
+        self._graph, self._last, self._number, self._name = graph.graph, graph.inputs[behind - 1], behind, name
+
+    def _add(self, value: torch.Tensor) -> fx.Node:
+        self._number += 1
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.placeholder(self._name.format(self._number))
+        self._last.meta["val"] = value
+        return self._last
+
+    def rounded(self, weights: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Makes inputs come in float8_e4m3fn, and adds the scale of each."""
+        scales: dict[fx.Node, fx.Node] = {}
+        for weight in weights:
+            value = weight.meta["val"]
+            scales[weight] = self._add(compat.new_fake(value.fake_mode, (), torch.float32, value.device))
+            weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
+        return scales
+
+    def vector(self, num_weights: int) -> fx.Node:
+        """Adds scales that are known before the step."""
+        value = self._last.meta["val"]
+        return self._add(compat.new_fake(value.fake_mode, (Operands.EACH * num_weights,), torch.float32, value.device))
+
+    def remove(self, node: fx.Node) -> None:
+        """Removes the last one, which nothing reads."""
+        assert node is self._last
+        self._last = node.prev
+        self._graph.erase_node(node)
+
+
+def _last_result(node: fx.Node, joint: Joint) -> fx.Node:
+    """The last result of a block's backward."""
+    number, value = len(joint.graph.outputs) - joint.num_outputs - 1, joint.graph.outputs[-1].meta["val"]
+    with node.graph.inserting_after(node):
+        out = node.graph.call_function(operator.getitem, (node, number))
+    out.meta["val"] = value
+    return out
+
+
+def _append_result(graph: fx.Graph, vectors: Sequence[fx.Node]) -> None:
+    """Gives a function one result more: vectors, one after the other."""
+    last = graph.output_node()
+    mode = vectors[0].meta["val"].fake_mode
+    with mode:
+        fakes = [compat.new_fake(mode, x.shape, x.dtype, x.device) for x in (v.meta["val"] for v in vectors)]
+        made = record(lambda *xs: [torch.cat(xs)], fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
+    (out,) = inlined(graph, last, made, vectors)[1]
+    last.args = ((*last.args[0], out),)  # type: ignore[misc]
+
+
+def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], delayed: bool, rows: bool) -> _Block:
+    """The scales of what is given rounded are inputs behind the others, and behind these those known before the step."""
+    if not selected:
+        return _Block(joint, {})
+    graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
+    places, grads = graph.inputs, dict(zip(joint.diff, graph.outputs[joint.num_outputs :], strict=True))
+    late = reached(graph.graph, places[joint.num_inputs :])
+    new = _NewInputs(graph, joint.num_inputs, "primals_{}")
+    scales, about = new.rounded([places[i] for i in given]), sorted(selected)
+    found, operands = _replace(graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, new if delayed else None)
+    if operands is not None and operands.largest is not None:
+        _append_result(graph.graph, [operands.largest])
+    else:
+        about = []
+    graph.graph.eliminate_dead_code()
+    num_inputs = joint.num_inputs + len(given) + bool(about)
+    return _Block(replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about)
+
+
+def _replace(
+    graph: fx.Graph,
+    weights: Mapping[fx.Node, fx.Node | None],
+    late: Collection[fx.Node],
+    rows: bool,
+    scales: Mapping[fx.Node, fx.Node],
+    new: _NewInputs | None,
+) -> tuple[dict[fx.Node, Uses], Operands | None]:
+    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already; `new`: if what
+    is multiplied with them is rounded by scales known before the step, which are an input more.
+
+    Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it keeps, nothing chooses what to keep between
+    two functions.
+    """
+    uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
+    operands = None if new is None else Operands(new.vector(len(weights)), weights)
+    makes = {product: weight for weight, grad in weights.items() for product in ([] if grad is None else summands(grad)) if product in late}
+    for node in list(graph.nodes):
+        run += node.target in (call_block, call_vjp)
+        found = factors(node)
+        weight = next((w for w in (*map(origin, found), makes.get(node)) if w in weights), None) if found else None
+        if weight is None or late.issuperset(found):
+            continue
+        if not fits(node):
+            uses[weight].left.append(dims(found))
+            continue
+        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands)
+        runs.update(dict.fromkeys(made, run))
+        if node in late:
+            late.add(result)
+        uses[weight].done += 1
+    if new is not None and operands is not None:
+        operands.close(graph)
+        if operands.largest is None:
+            new.remove(operands.vector)
+    merge_equal(graph, runs)
+    return uses, operands
+
+
+def _scaled(
+    graph: fx.Graph,
+    node: fx.Node,
+    found: Sequence[fx.Node],
+    formats: Sequence[torch.dtype],
+    weight: fx.Node,
+    rows: bool,
+    scales: Mapping[fx.Node, fx.Node],
+    operands: Operands | None,
+) -> tuple[list[fx.Node], fx.Node]:
+    """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are viewed as matrices: the views of one
+    tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result among them."""
+    roots = [(f, []) if rows else unviewed(f) for f in found]
+    bias = [node.args[0]] if node.target is aten.addmm.default else []
+    given = {i: scales[n] for i, (n, _) in enumerate(roots) if n in scales}
+    others = {i: n for i, (n, _) in enumerate(roots) if operands is not None and origin(n) is not weight}
+    fresh = [i for i, n in others.items() if operands is not None and n not in operands]
+    known = {i: operands.number(n, weight, formats[i]) for i, n in others.items() if operands is not None}
+    vector = [operands.vector] if operands is not None and known else []
+    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values(), *vector]
+    batched, out = node.target is aten.bmm.default, node.meta["val"]
+    beta: Any = node.kwargs.get("beta", 1)
+
+    def run(*xs: torch.Tensor) -> list[torch.Tensor]:
+        matrices, scales = [], []
+        more = dict(zip(given, xs[len(roots) + len(bias) :], strict=False))
+        for i, (x, (_, views), dtype) in enumerate(zip(xs, roots, formats, strict=False)):
+            if i in known:
+                scale = xs[-1][known[i]]
+                x = saturated(x, scale, dtype)
+            elif i in more:
+                scale = more[i]
+            else:
+                x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
+            for view in views:
+                x = view.target(x, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+            matrices.append(x if rows or not batched else x.squeeze(0))
+            scales.append(scale)
+        y = scaled_mm(*matrices, *scales, out.dtype)
+        y = y.unsqueeze(0) if batched else y
+        return [torch.add(y, xs[2], alpha=beta) if bias else y, *(amax(xs[i]) for i in fresh)]
+
+    fakes = [compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in (n.meta["val"] for n in inputs)]
+    with out.fake_mode:
+        made = record(run, fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
+    new, (result, *largest) = inlined(graph, node, made, inputs)
+    if operands is not None:
+        operands.found({known[i]: n for i, n in zip(fresh, largest, strict=True)})
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return new, result

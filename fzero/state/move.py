@@ -1,0 +1,128 @@
+"""move: a state to another tier and back, between phases of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import agree, tree
+from fzero.errors import FzeroValueError, message
+from fzero.layout import Home, Leaf, extent_of, home_of, leaf_of, leave, place, ties
+from fzero.mesh import Mesh
+from fzero.state import storage
+from fzero.transforms.offload import TIERS
+
+HOME = "home"
+_STAYS = ("step", "key", "loss_scale", "precision", "fp8", "gradients")
+"""Roles of what stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where gradients wait on disk, which has no value
+between steps."""
+
+
+def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None) -> Any:
+    """A state with its leaves on another tier: out of the way of an evaluation or of another model, and back.
+
+    The values are the same, bit for bit. No step runs on a state that rests elsewhere than it expects: bring it home first. Checkpoints are saved from
+    wherever it rests, and `gather` works.
+
+    Args:
+        state: a State that `init` or `restore` made, or any part of one. It is donated: its tensors are let go as they are moved, also those that stay.
+        tier: "cpu" (host memory), "nvme" (files), "device", or "home": each leaf back to where its step keeps it.
+        path: for "nvme" a directory, or several over which the leaves are striped. Leaves that a step keeps on disk go back to their old place there.
+
+    Communication: none between ranks but for a few bytes through the store. Each leaf once over the link or to the disk; on a mesh whose device is the CPU
+        host and device are one memory, and nothing is copied between the two.
+    Memory: the new places, the old ones until their leaf was moved, and two buffers of 16 MiB with a disk.
+
+    Raises:
+        FzeroValueError: an unknown tier; a path without "nvme", or none with it; leaves that no step made; a path that is missing, not writable or too
+            small, with the numbers, before anything is moved.
+        TierError: an I/O error on the way: the state is lost.
+        BusyError: another thread is using the mesh.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        >>> state = move(train.init({"w": torch.ones(2)}), "cpu")
+        >>> state, metrics = train(move(state, "home"), torch.ones(4, 2))
+        >>> metrics["loss"]
+        tensor(2.)
+    """
+    flat, structure = tree.flatten(state)
+    tied = ties(flat)
+    distinct = [i for i, t in enumerate(tied) if i == t]
+    _check(state, flat, tier, path)
+    moves = [_Move.of(flat[i], tier) for i in distinct]
+    if tier == "nvme" and path is None and any(m.new for m in moves):
+        raise FzeroValueError(message("move", "'nvme' needs a directory", fix="e.g. fz.move(state, 'nvme', path='/scratch')"))
+    if not moves:
+        return state
+    mesh = moves[0].mesh
+
+    def run() -> dict[int, torch.Tensor]:
+        return {i: m.run(flat[i], next(places) if m.new else None) for i, m in zip(distinct, moves, strict=True)}
+
+    with mesh.alone("move"):
+        places = iter(storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
+        moved = agree.everywhere(mesh, "move", run) if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves) else run()
+    return tree.unflatten(structure, [moved[t] for t in tied])
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A leaf as it rests and as it is to rest."""
+
+    leaf: Leaf
+    to: Leaf
+    mesh: Mesh
+    home: Home
+
+    @staticmethod
+    def of(tensor: torch.Tensor, tier: str) -> _Move:
+        known, home = leaf_of(tensor), home_of(tensor)
+        assert known is not None
+        leaf, mesh = known
+        to = leaf.layout.tier if leaf.role in _STAYS else home.tier if tier == HOME else TIERS.get(tier, "device")
+        return _Move(leaf, leaf.with_layout(tier=to), mesh, home)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the leaf keeps its bytes where they are."""
+        here, there = self.leaf.layout.tier, self.to.layout.tier
+        return here == there or (self.mesh.unified_memory and "disk" not in (here, there))
+
+    @property
+    def new(self) -> bool:
+        """Whether the leaf needs a place off the device that is not there yet."""
+        there = self.to.layout.tier
+        return not self.stays and (there == "host" or (there == "disk" and self.home.extent is None))
+
+    def run(self, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+        """The leaf at its new place; the old tensor is let go."""
+        extent, there = None, self.to.layout.tier
+        if self.stays:
+            new, extent = old.detach(), extent_of(old)
+        else:
+            if there == "device":
+                new = torch.empty(old.shape, dtype=old.dtype, device=self.mesh.device)
+            elif new is None:  # back to its old place on disk
+                new = place(torch.empty(old.shape, dtype=old.dtype, device="meta"), self.to, self.mesh, self.home.extent)
+            storage.copy(old, new)
+        place(new, self.to, self.mesh, extent, None if there == self.home.tier else self.home)
+        leave(old)
+        return new
+
+
+def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:
+    known = (*TIERS, "device", HOME)
+    problems = [] if tier in known else [f"tier={tier!r}: not one of {', '.join(map(repr, known))}"]
+    if path is not None and tier != "nvme":
+        problems.append(f"path={path!r}: only 'nvme' has one")
+    for name, x in zip(tree.paths(state, "state"), flat, strict=True):
+        if not isinstance(x, torch.Tensor) or leaf_of(x) is None:
+            problems.append(f"{name}: {tree.describe(x)} that no compiled step made")
+    if problems:
+        raise FzeroValueError(message("move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"))

@@ -1,0 +1,193 @@
+"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put there.
+
+A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and values are put into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import agree
+from fzero.comm import disk
+from fzero.comm.host import host_tensors
+from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.layout import Extent, Leaf, extent_of, place, set_extent
+from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
+from fzero.mesh import Mesh
+from fzero.program.lines import Inputs
+from fzero.step import Step
+from fzero.transforms.offload import paths_of
+from fzero.units import exact_size, size
+
+logger = logging.getLogger("fzero")
+
+Places = Mapping[str, torch.Tensor]
+"""By path, what stands in a state for each leaf off the device."""
+
+
+def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that mirrors it."""
+    following: dict[int | None, list[Leaf]] = {}
+    for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
+        following.setdefault(None if i is None else params.ties[i], []).append(leaf)
+    return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
+
+
+def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
+    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before any leaf is made.
+
+    Args:
+        step: what rests where is decided.
+        mesh: whose ranks call this together.
+        limits: bytes of each rank's device memory, of its host memory and on disk.
+        params, opt_state: the leaf tables.
+        owner: of the errors.
+
+    Communication: that of `allocate`.
+
+    Raises:
+        BudgetError: with the numbers of every budget that is too small.
+        FzeroValueError, TierError: those of `allocate`.
+    """
+    leaves = [*travelling(params, opt_state), *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values())]
+    tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+    if mesh.unified_memory:
+        tiers[:2] = [({"device", "host"}, ""), (set(), "")]
+    problems = []
+    for (names, where), limit in zip(tiers, limits, strict=True):
+        rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
+        if limit is not None and rests > limit:
+            problems.append(f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than {size(limit)}")
+    if problems:
+        fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
+        raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+    made = allocate(leaves, mesh, paths_of(offloads(step)), owner)
+    return {leaf.path: x for leaf, x in zip(leaves, made, strict=True) if x is not None}
+
+
+def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
+    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of files, in their order.
+
+    Every rank calls it; if it fails on one rank it fails on all.
+
+    Communication: with leaves off the device, up to three exchanges of a few bytes through the store.
+
+    Raises:
+        FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks, with the numbers.
+        TierError: not enough host memory.
+    """
+    on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
+    places: dict[str, Iterator[torch.Tensor]] = {}
+    if on_disk:
+        nbytes, local = sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
+        places["disk"] = iter(agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
+    if on_host:
+        made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
+        places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
+    return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
+
+
+def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
+    """Gives each of these tensors on disk a second extent, where its next value can be written before it counts; whether there is room for them.
+
+    Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
+
+    Communication: if there are some without, two exchanges of a few bytes through the store.
+    """
+    by_files: dict[Any, list[tuple[torch.Tensor, Extent]]] = {}
+    for x in tensors:
+        if (extent := extent_of(x)) is not None and extent.spare is None:
+            by_files.setdefault(extent.files, []).append((x, extent))
+    if not by_files:
+        return True
+    local = min(mesh.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    def room() -> None:
+        for files, pairs in by_files.items():
+            disk.check(files.directories, sum(disk.padded(e.nbytes) for _, e in pairs), num_ranks=local)
+
+    def take() -> None:
+        for files, pairs in by_files.items():
+            offset = files.extend(sum(disk.padded(e.nbytes) for _, e in pairs))
+            for x, extent in pairs:
+                set_extent(x, replace(extent, spare=Extent(files, offset, extent.nbytes)))
+                offset += disk.padded(extent.nbytes)
+
+    try:
+        agree.everywhere(mesh, "offload", room)
+        agree.everywhere(mesh, "offload", take)
+    except FzeroValueError as error:
+        logger.warning("fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write would need more room\n%s", error)
+        return False
+    return True
+
+
+def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
+    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the device.
+
+    Args:
+        value: of the leaf as it rests; or its consecutive parts; or None for zeros.
+    """
+    if leaf.layout.tier == "device":
+        if not isinstance(value, torch.Tensor):
+            parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)
+            fill(value, parts or ())
+        return place(value, leaf, mesh)
+    if isinstance(value, torch.Tensor):
+        if _bits(value).any():
+            copy(value, places[leaf.path])
+    elif value is not None:
+        fill(places[leaf.path], value)
+    return places[leaf.path]
+
+
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+    """Makes consecutive parts the value of a tensor of a state."""
+    if extent_of(target) is None:
+        flat, at = target.reshape(-1), 0
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.reshape(-1))
+            at += part.numel()
+            del part  # not alive while the next one is made
+    else:
+        with disk.write_pieces(target) as write:
+            for part in parts:
+                write(part)
+                del part
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is on disk."""
+    if extent_of(target) is not None:
+        disk.store(source.detach(), target)
+    elif extent_of(source) is None:
+        target.copy_(source)
+    else:
+        fill(target, disk.pieces(source))
+
+
+def cast(resting: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Iterator[torch.Tensor]:
+    """The value of a tensor of a state in another dtype; of one on disk in parts."""
+    return resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
+
+
+def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The value of a tensor of a state, on a device: the tensor's own memory if it rests there."""
+    return (resting.detach() if extent_of(resting) is None else disk.load(resting)).to(device)
+
+
+def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
+    """Bytes of a leaf on each rank."""
+    return leaf.shard_numel(mesh) * leaf.dtype.itemsize
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as integers: zeros below zero have a bit."""
+    return value.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Tracing: functions of tensors become graphs of ATen operations. Knows nothing of programs."""

@@ -1,0 +1,150 @@
+"""Functions as a device runs them: which of their operations it has not, and what it does instead.
+
+Whoever runs a function and whoever predicts what it takes ask here, so that both see the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_aggregate
+
+from fzero import compat
+from fzero.operators.index_sums import IN_ORDER
+from fzero.operators.recurrent import LSTM
+from fzero.operators.scaled_matmul import multiply, scaled_mm
+from fzero.trace.norms import NORMS
+from fzero.trace.record import AGAIN, Recorded, Recorder
+
+aten = torch.ops.aten
+
+
+def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
+    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones (`slow`: these dtypes,
+    asked of the device without it), in 8 bits as it has them (fzero/operators/scaled_matmul.py); on a CPU, what is added up at indices in their order
+    (fzero/operators/index_sums.py) layers of LSTMs (fzero/operators/recurrent.py) and batch norms in two dtypes (fzero/trace/norms.py).
+
+    A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
+    arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16 matrices likewise.
+    """
+    if slow is None:
+        slow = [dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device)]
+    rules = {op: _in_float32(op, slow) for op in _MATMULS} if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes) else {}
+    rules[scaled_mm] = multiply
+    return substituted(graph, {**rules, **IN_ORDER, **LSTM, **NORMS} if device.type == "cpu" else rules)
+
+
+def by_operation(graph: Recorded) -> Callable[..., Any]:
+    """The graph as a function that runs it operation by operation.
+
+    What an operation makes may have other strides there than it said that it would when it was traced, on fake tensors (a log_softmax over dim 1 of a
+    transposed tensor): what was traced as a view of it copies then.
+    """
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph.graph, env))
+    for node in copy.nodes:
+        node.target = AGAIN.get(node.target, node.target)
+    return fx.GraphModule(dict(graph.constants), copy).forward
+
+
+@functools.cache
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device has arithmetic and matrix products in a dtype; on a GPU that means in hardware."""
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        x = torch.ones(2, 2, dtype=dtype, device=device)
+        return bool((x @ x + x).isfinite().all())
+    except (RuntimeError, TypeError):  # what PyTorch says of a dtype that an operation does not have
+        return False
+
+
+def on_host(graph: Recorded) -> Recorded:
+    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there, and no value of it is said to be elsewhere."""
+    here = torch.device("cpu")
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = copy.graph_copy(graph.graph, env)
+    copy.output(returned)
+    for node in copy.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": here}
+        if "val" in node.meta:
+            node.meta["val"] = map_aggregate(node.meta["val"], _nowhere)
+    return Recorded(copy, {name: value.to(here) for name, value in graph.constants.items()})
+
+
+def _nowhere(value: Any) -> Any:
+    """What a value looks like, on no device."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
+    """The graph with each operation of `rules` replaced by what its rule does."""
+    if not any(n.target in rules for n in graph.graph.nodes):
+        return graph
+    places = graph.inputs
+    recorder = Recorder("compile")
+
+    class Interpreter(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            run: Callable[..., Any] = rules.get(target) or AGAIN.get(target, target)
+            return run(*args, **kwargs)
+
+    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=_real(v, graph)) for v in (p.meta["val"] for p in places)]
+        for fake, place in zip(fakes, places, strict=True):
+            recorder.input(fake, place.name)
+        module = graph.module()
+        for name, value in graph.constants.items():
+            fake = mode.from_tensor(value)
+            recorder.constant(name, value, fake)
+            setattr(module, name, fake)
+        with recorder:
+            outputs = Interpreter(module).run(*fakes)
+    return recorder.finish(outputs)
+
+
+_MATMULS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    first = next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value  # a convolution may give its first input no gradient
+    return first.dtype
+
+
+def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
+    def up(x: Any) -> Any:
+        return x.float() if isinstance(x, torch.Tensor) and x.dtype in slow else x
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        low = next((a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype in slow), None)
+        out = op(*map(up, args), **{k: up(v) for k, v in kwargs.items()})
+        if low is None:
+            return out
+        if isinstance(out, torch.Tensor):
+            return out.to(low)
+        stays = 1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)  # its logsumexp is float32
+        return tuple(x.to(low) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x for i, x in enumerate(out))
+
+    return run
+
+
+def _real(value: torch.Tensor, graph: Recorded) -> torch.device:
+    if value.device.type != "meta":
+        return value.device
+    devices = {v.device for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"}
+    return next(iter(devices), torch.device("cpu"))

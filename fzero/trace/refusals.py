@@ -1,0 +1,336 @@
+"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a way out.
+
+PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it is.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fzero import compat, tree
+from fzero.errors import FzeroError, TraceError, message
+from fzero.operators.ctc import CTC_LOSS, with_tensors
+from fzero.trace import checks
+
+Place = tuple[str, int]
+"""A file and a line of it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call of PyTorch's that raised `error`."""
+
+    error: Exception
+    call: str
+    where: str | None
+    operands: Sequence[str]
+    in_backward: bool
+
+
+class Traced(Protocol):
+    """Who knows the tensors of the function that is traced."""
+
+    failure: Failure | None
+    refused: Exception | None
+    in_place: dict[str, None]
+
+    @property
+    def owner(self) -> str: ...
+
+    def where(self) -> str | None: ...
+
+    def here(self) -> list[str]: ...
+
+    def remembering(self) -> AbstractContextManager[None]: ...
+
+    def backward_line(self, number: int) -> str: ...
+
+    def named(self, tensor: torch.Tensor) -> str | None: ...
+
+    def check_layout(self, tensor: torch.Tensor) -> None: ...
+
+    def check_read(self, what: str, tensor: torch.Tensor) -> None: ...
+
+
+def user_place(outside: FrameType | None) -> Place | None:
+    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the standard library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
+
+
+def asking_frame() -> FrameType | None:
+    """The function that asks for what runs now, the user's or PyTorch's own: not what carries the question here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_CARRIERS):
+        frame = frame.f_back
+    return frame
+
+
+def is_pytorchs(filename: str) -> bool:
+    """Whether a file is one of PyTorch's own."""
+    return filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
+def within(outside: FrameType | None, folder: str) -> bool:
+    """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
+    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
+    while frame is not None and frame is not outside:
+        if frame.f_code.co_filename.startswith(prefix):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def line(place: Place) -> str:
+    """As `file:3: y = x + 1`."""
+    code = linecache.getline(*place).strip()
+    return f"{place[0]}:{place[1]}" + (f": {code}" if code else "")
+
+
+def described(tensor: torch.Tensor, name: str | None = None) -> str:
+    """As `params['w']: float32[3, 4]`."""
+    return (f"{name}: " if name else "") + f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class Calls(TorchFunctionMode):
+    """Notes the call of PyTorch's, as the function wrote it, that raises."""
+
+    def __init__(self, traced: Traced):
+        super().__init__()
+        self._traced = traced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._traced.remembering():
+            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
+                raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+            if func in _FACTS and _asked_by_user(sys._getframe(1)):
+                self._traced.check_read(_FACTS[func], args[0])
+            if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
+                self._traced.check_layout(args[0])
+            if func is torch.Tensor.__reduce_ex__ or (func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())):
+                raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
+        if func in CTC_LOSS:
+            args, kwargs = with_tensors(args, kwargs or {})
+        try:
+            return func(*args, **(kwargs or {}))
+        except FzeroError:
+            raise
+        except _KINDS as error:
+            note(self._traced, error, func, (args, kwargs or {}))
+            if any(text in str(error) for text in _OF_TRACES):
+                self._traced.refused = self._traced.refused or error
+            raise
+
+    def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
+        """What is wrong with making a text or a pickle of a tensor."""
+        where = [*self._traced.here(), described(x, self._traced.named(x))]
+        return f"needs the value of a tensor while being traced ({_TEXTS[func]})", where, "return it as an aux value, or print its shape; x.clone() is a copy"
+
+
+_TEXTS = {torch.Tensor.__repr__: "to print it", torch.Tensor.__format__: "to print it", torch.Tensor.__reduce_ex__: "to pickle it, or for copy.copy"}
+_LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
+OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
+"""What a tensor says of where it comes from, and what is done there."""
+OF_MEMORY = ("storage_offset", "as_strided", "untyped_storage", "storage", "data_ptr", "is_set_to", "_version", "_base", "_is_view")
+"""What it says of the memory that it lies in."""
+
+
+def _facts() -> dict[Any, str]:
+    found = {getattr(torch.Tensor, name): name for name in (*OF_HISTORY, *OF_MEMORY)} | {torch.as_strided: "as_strided"}
+    return {getattr(func, "__get__") if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}  # noqa: B009
+
+
+_FACTS = _facts()
+
+
+def _asked_by_user(frame: FrameType | None) -> bool:
+    """Whether the code that calls a method of a tensor is none of a library's that knows what it asks."""
+    while frame is not None and frame.f_code.co_filename in _OF_METHODS:
+        frame = frame.f_back
+    return frame is not None and not is_library(frame.f_code.co_filename)
+
+
+_OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_tensor.py", "overrides.py"))
+
+
+def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
+    """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more than what it is made of."""
+    known = traced.failure
+    if known is not None and known.in_backward and str(known.error) == str(error):
+        return
+    operands = [described(x, traced.named(x)) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+    name = torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+    traced.failure = Failure(error, name, traced.where(), operands, compat.backward_of() is not None)
+
+
+@contextmanager
+def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
+    """Turns what PyTorch says of the function in the body into a TraceError."""
+    try:
+        with compat.quiet_fake_tensors():
+            yield
+    except FzeroError:
+        raise
+    except _KINDS as error:
+        if _raised_by_user(error):
+            raise
+        failure = traced.failure if traced is not None and traced.failure is not None and traced.failure.error is error else None
+        where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
+        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
+        rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
+        if rule is not None:
+            places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
+            raise TraceError(message(owner, rule[0], places, rule[1])) from error
+        if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
+            raise TraceError(message(owner, said, where, "pass what the function takes: tensors are parameters, batch, and what is made of them")) from error
+        if failure is None:
+            raise
+        fix = "change the operation, or the shapes and dtypes of its operands" + (", which are above" if failure.operands else "")
+        raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
+
+
+_CARRIERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *(os.path.dirname(torch.__file__) + f"/{name}" for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")),
+)
+CHANGES = "changes its arguments in place"
+NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
+_KINDS = (RuntimeError, ValueError, TypeError, IndexError)
+_OF_TRACES = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet", "passed to FakeTensor.__format__")
+"""What PyTorch says of the tensors of a trace alone: with real ones there is no error."""
+_IN_PLACE = (CHANGES, NEW_VALUE)
+_OVERWRITTEN = "overwrites what its backward needs, in one of these places"
+_WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
+_REFUSED = [
+    ("has been modified by an inplace operation", _OVERWRITTEN, "return a new value there (y = y + x for y += x)"),
+    (
+        "is not differentiable with respect to argument 'running_",
+        "trains the running statistics of a norm",
+        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or 'num_batches' in path), see docs/mutable.md",
+    ),
+    ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
+    ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
+    (
+        "One of the differentiated Tensors does not require grad",
+        "asks for a gradient of what requires none, or takes that from what it is given (detach_, requires_grad_(False))",
+        "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
+    ),
+    ("mutate a captured Tensor", *_IN_PLACE),
+    (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
+    (
+        "its data is not allocated yet",  # an operator that looks into its arguments before it says what it returns
+        "needs the value of a tensor while being traced",
+        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
+    ),
+    ("passed to FakeTensor.__format__", "needs the value of a tensor while being traced (to print it)", "return it as an aux value, or print its shape"),
+    (
+        "does not have a deterministic implementation",
+        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
+        "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
+    ),
+    (
+        "use_reentrant=True",
+        "recomputes by a backward within the backward (torch.utils.checkpoint with use_reentrant=True)",
+        "checkpoint(..., use_reentrant=False), or @fz.block with fz.remat",
+    ),
+]
+"""What torch says, what it means, and the fix."""
+
+
+def _lines(error: BaseException, traced: Traced | None) -> list[str]:
+    """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        ctx = trace.tb_frame.f_locals.get("ctx")  # of the backward of a torch.autograd.Function
+        if not is_library(trace.tb_frame.f_code.co_filename):
+            found.append(line((trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
+        elif traced is not None and isinstance(ctx, torch.autograd.function.FunctionCtx):
+            found.append(traced.backward_line(ctx._sequence_nr()))  # pyright: ignore[reportAttributeAccessIssue]
+        trace = trace.tb_next
+    return found[-1:]
+
+
+def _raised_by_user(error: BaseException) -> bool:
+    """Whether a `raise` of the user's own made an error, and not a call."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or is_library(trace.tb_frame.f_code.co_filename):
+        return False
+    at = trace.tb_lasti
+    return any(i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code))
+
+
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Whether a file is of this library, PyTorch or the standard library."""
+    if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
+        return True
+    if filename.startswith((os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)):
+        return True
+    return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename
+
+
+# --- tensors that are not arguments ---
+
+
+def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
+    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions that it calls."""
+    seen = set() if seen is None else seen
+    if id(fn) in seen:
+        return None
+    seen.add(id(fn))
+    ways: list[tuple[str, Any]] = []
+    if isinstance(fn, functools.partial):
+        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [(f"keyword {k} of the partial", v) for k, v in fn.keywords.items()]
+        ways.append(("", fn.func))
+    if hasattr(fn, "__wrapped__"):
+        ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(fn, "__self__"):
+        ways.append(("self", fn.__self__))  # pyright: ignore[reportAttributeAccessIssue]
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        variables = inspect.getclosurevars(getattr(fn, "__func__", fn))
+        ways += [(f"closure variable {k}", v) for k, v in variables.nonlocals.items()]
+        ways += [(f"global variable {k}", v) for k, v in variables.globals.items()]
+        ways += [(f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()]
+    for name, value in ways:
+        for path, x in _tensors(value):
+            if x is tensor:
+                return name + path
+    for _, value in ways:
+        if callable(value) and (hasattr(value, "__code__") or isinstance(value, functools.partial)):
+            inner = reached(value, tensor, seen)
+            if inner:
+                of = getattr(value, "__name__", "a function")
+                return inner if of == getattr(fn, "__name__", "") else f"{inner} of {of}"
+    return None
+
+
+def _tensors(value: Any) -> list[tuple[str, Any]]:
+    """The tensors a variable holds: itself, leaves of a tree, attributes of an object."""
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    if isinstance(value, torch.nn.Module):
+        return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
+    if isinstance(value, (dict, list, tuple)):
+        return list(zip(tree.paths(value), tree.leaves(value), strict=True))
+    if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
+        return []
+    return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]

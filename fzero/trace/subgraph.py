@@ -1,0 +1,146 @@
+"""Cutting a graph into functions: the part between some values, with the views of parameters that it needs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero.trace.record import Recorded
+from fzero.trace.settings import exact
+from fzero.trace.storages import storage_of
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The function from `inputs` to `outputs` that a graph contains. Nodes that no output needs are left out."""
+
+    source: Recorded
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+
+    @functools.cached_property
+    def between(self) -> list[fx.Node]:
+        """What is computed between inputs and outputs, in the order of the graph."""
+        given = set(self.inputs)
+        return sorted(ancestors(self.outputs, stop=given) - given)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """The `signature` of what would be extracted, without extracting it."""
+        return _signature(self.inputs, self.between, self.outputs, self.source.constants)
+
+    def extract(self, names: Sequence[str] | None = None) -> Recorded:
+        graph, env = fx.Graph(), {}
+        for i, node in enumerate(self.inputs):
+            env[node] = graph.placeholder(names[i] if names else f"x_{i}")
+            env[node].meta["val"] = node.meta["val"]
+        constants: dict[str, torch.Tensor] = {}
+        for node in self.between:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is needed but not an input")
+            if node.op == "get_attr":
+                constants[str(node.target)] = self.source.constants[str(node.target)]
+            env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in self.outputs))
+        return Recorded(graph, constants)
+
+
+def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
+    """The function from `inputs` to `outputs` that a graph contains, as a graph of its own."""
+    return Part(source, inputs, outputs).extract(names)
+
+
+def inlined(graph: fx.Graph, before: fx.Node, made: Recorded, inputs: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Puts the operations of a function, which has no literals, into a graph before a node. Returns: the new nodes, and the results."""
+    env = dict(zip(made.inputs, inputs, strict=True))
+    with graph.inserting_before(before):
+        new = [env.setdefault(n, graph.node_copy(n, lambda m: env[m])) for n in made.graph.nodes if n.op == "call_function"]
+    return new, [env[n] for n in made.outputs]
+
+
+def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that `outputs` depend on, themselves included, without going past `stop`."""
+    seen: set[fx.Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in stop:
+                todo.extend(node.all_input_nodes)
+    return seen
+
+
+def reached(graph: fx.Graph, roots: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on any of `roots`, and these."""
+    found = set(roots)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
+    """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there instead of returning them."""
+    if not which:
+        return source
+    assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), "a function that writes its arguments has no results to place"
+    copy = extract(source, source.inputs, source.outputs)
+    graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
+    last = graph.output_node()
+    with graph.inserting_after(first[-1]) if first else graph.inserting_before(next(iter(graph.nodes))):
+        buffers = []
+        for i in which:
+            buffers.append(graph.placeholder(f"into_{i}"))
+            buffers[-1].meta["val"] = torch.empty_like(results[i].meta["val"], memory_format=torch.contiguous_format)
+            graph.inserting_after(buffers[-1])
+    with graph.inserting_before(last):
+        for i, buffer in zip(which, buffers, strict=True):
+            graph.call_function(torch.ops.aten.copy_.default, (buffer, results[i])).meta["val"] = buffer.meta["val"]
+    last.args = (tuple(r for i, r in enumerate(results) if i not in which),)
+    return Recorded(graph, copy.constants)
+
+
+def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that are views of `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
+    return {node for node in graph.nodes if node not in roots and storage_of(node) in roots}
+
+
+def signature(graph: Recorded) -> tuple[Any, ...]:
+    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes. Which of the devices of a type they were recorded on does
+    not: each rank of a host has its own."""
+    return _signature(graph.inputs, [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")], graph.outputs, graph.constants)
+
+
+def _signature(inputs: Sequence[fx.Node], between: Sequence[fx.Node], outputs: Sequence[fx.Node], constants: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    index: dict[fx.Node, int] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", index[value])
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(v) for v in value)
+        if isinstance(value, dict):
+            return tuple(sorted((k, plain(v)) for k, v in value.items()))
+        if isinstance(value, torch.device):
+            return ("device", value.type)
+        return (type(value).__name__, exact(value)[1])
+
+    lines: list[Any] = []
+    for node in inputs:
+        index[node] = len(index)
+        value = node.meta["val"]
+        lines.append(("in", tuple(value.shape), value.stride(), str(value.dtype), value.device.type))
+    for node in between:
+        index[node] = len(index)
+        if node.op == "get_attr":
+            value = constants[str(node.target)]
+            lines.append(("constant", str(value.dtype), str(value.tolist())))
+        else:
+            lines.append((str(node.target), plain(node.args), plain(node.kwargs)))
+    return (*lines, ("output", (plain(outputs),), ()))
