@@ -4,9 +4,9 @@
     python benchmarks/build_time.py --peers 4 16    # and torch.compile of the whole model: a minute and more a point
 
 Every point is measured in fresh processes. Trace: `fz.lower`, from functions to the finished program, in one process.
-Build: from calling the compiled step for the first time to the end of that step, tracing and one step included, with empty caches.
-Warm start: the same job started again with what the first run left in the cache: from the start of the process, Python's and torch's own included, to the
-end of the first step. Both are what a user waits for.
+Build: from calling the compiled step for the first time to the end of that step, tracing and one step included, with
+empty caches. Warm start: the same job started again with what the first run left in the cache: from the start of the
+process, Python's and torch's own included, to the end of the first step. Both are what a user waits for.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def main() -> None:
         return
     points: list[dict[str, Any]] = []
     for who, layers in [("fzero", n) for n in args.layers] + [("compile", n) for n in args.peers]:
-        shared = ["--layers", str(layers), *(f"--{k}={getattr(args, k)}" for k in ("width", "heads", "seq", "batch", "backend", "processes"))]
+        shared = [
+            "--layers",
+            str(layers),
+            *(f"--{k}={getattr(args, k)}" for k in ("width", "heads", "seq", "batch", "backend", "processes")),
+        ]
         worst: dict[str, Any] = {}
         if who == "fzero":
             with Group(__file__, 1, shared) as group:
@@ -135,22 +139,39 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
     ]
     trace, warm = ours[most]["trace_s"], ours[least]["warm_start_s"]
     notes = [
-        f"width {args.width}, sequence {args.seq}, global batch {args.batch}, {args.processes} processes with one thread each, empty compiler caches, "
+        f"width {args.width}, sequence {args.seq}, global batch {args.batch}, {args.processes} processes with one "
+        f"thread each, empty compiler caches, "
         "the slower rank.",
-        f"tracing {most} layers: {trace:.2f} s, at most {TRACE_LIMIT_S:g} s wanted: {'met' if trace <= TRACE_LIMIT_S else 'MISSED'}",
-        f"build of {most} layers / build of {least}: {ratio:.2f}, at most {BUILD_LIMIT:g} wanted: {'met' if ratio <= BUILD_LIMIT else 'MISSED'}",
-        f"warm start of {least} layers, from the start of the processes to the end of the first step: {warm:.1f} s, at most {WARM_LIMIT_S:g} s wanted: "
-        + ("met" if warm <= WARM_LIMIT_S else "MISSED"),
+        f"tracing {most} layers: {trace:.2f} s, at most {TRACE_LIMIT_S:g} s wanted: "
+        f"{'met' if trace <= TRACE_LIMIT_S else 'MISSED'}",
+        f"build of {most} layers / build of {least}: {ratio:.2f}, at most {BUILD_LIMIT:g} wanted: "
+        f"{'met' if ratio <= BUILD_LIMIT else 'MISSED'}",
+        f"warm start of {least} layers, from the start of the processes to the end of the first step: {warm:.1f} s, at "
+        f"most {WARM_LIMIT_S:g} s wanted: " + ("met" if warm <= WARM_LIMIT_S else "MISSED"),
     ]
     columns = ("", "layers", "trace s", "build s", "warm start s", "growth MiB", "lines", "functions")
     settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
-    publish(args.name, "Tracing and building, by depth", columns, rows, notes, {"settings": settings, "points": points, "build_ratio": ratio}, args.out)
+    publish(
+        args.name,
+        "Tracing and building, by depth",
+        columns,
+        rows,
+        notes,
+        {"settings": settings, "points": points, "build_ratio": ratio},
+        args.out,
+    )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--peers", type=int, nargs="*", default=[], help="depths at which to time torch.compile of the whole model as well")
+    parser.add_argument(
+        "--peers",
+        type=int,
+        nargs="*",
+        default=[],
+        help="depths at which to time torch.compile of the whole model as well",
+    )
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq", type=int, default=32)

@@ -1,4 +1,5 @@
-"""What every benchmark needs: groups of real processes that act on command, and results that say where they were measured."""
+"""What every benchmark needs: groups of real processes that act on command, and results that say where they were
+measured."""
 
 from __future__ import annotations
 
@@ -30,9 +31,20 @@ class Group:
     Only one group should be asked at a time; the others cost nothing but their memory.
     """
 
-    def __init__(self, script: str, size: int, args: Sequence[str] = (), *, threads: int = 1, timeout: float = 600.0, cache: str | None = None):
+    def __init__(
+        self,
+        script: str,
+        size: int,
+        args: Sequence[str] = (),
+        *,
+        threads: int = 1,
+        timeout: float = 600.0,
+        cache: str | None = None,
+    ):
         self._timeout = timeout
-        self._cache = tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True)  # every group compiles from nothing
+        self._cache = tempfile.TemporaryDirectory(
+            prefix="fzero-bench-", ignore_cleanup_errors=True
+        )  # every group compiles from nothing
         cache = cache or self._cache.name  # unless it is told where others have
         if (calibration := _calibration()).exists():  # this machine's rates are no result of compiling
             shutil.copy(calibration, cache)
@@ -58,9 +70,15 @@ class Group:
             }
             if sys.platform == "linux":
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")]))
+            env["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")])
+            )
             command = [sys.executable, script, "--worker", *args]
-            self._processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True))
+            self._processes.append(
+                subprocess.Popen(
+                    command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True
+                )
+            )
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
         """What every process answers to a command, in rank order. Raises with the processes' own words if one fails."""
@@ -142,9 +160,12 @@ MODEL = ("layers", "width", "heads", "seq", "batch")
 
 
 def model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
-    """The sizes of the model, as `Config` in model.py has them. Without a default a flag is None until a preset fills it."""
+    """The sizes of the model, as `Config` in model.py has them. Without a default a flag is None until a preset fills
+    it."""
     for name in MODEL:
-        parser.add_argument(f"--{name}", type=int, default=defaults.get(name), help="global" if name == "batch" else None)
+        parser.add_argument(
+            f"--{name}", type=int, default=defaults.get(name), help="global" if name == "batch" else None
+        )
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
@@ -210,7 +231,16 @@ def environment() -> dict[str, Any]:
         cpu = next((x.split(":", 1)[1].strip() for x in info.splitlines() if x.startswith("model name")), cpu)
         flags = next((x for x in info.splitlines() if x.startswith("flags")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    simd = [name for name, flag in (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("bf16 AVX-512", "avx512_bf16"), ("AMX", "amx_tile")) if flag in flags.split()]
+    simd = [
+        name
+        for name, flag in (
+            ("AVX2", "avx2"),
+            ("AVX-512", "avx512f"),
+            ("bf16 AVX-512", "avx512_bf16"),
+            ("AMX", "amx_tile"),
+        )
+        if flag in flags.split()
+    ]
     return {
         "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "fzero": fzero.__version__,
@@ -228,7 +258,13 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str:
     try:
-        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent.parent, check=True)
+        run = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=RESULTS.parent.parent,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return run.stdout.strip()
@@ -245,9 +281,11 @@ def publish(
     draw: Callable[[Any], None] | None = None,
     how: str = "Measured",
 ) -> None:
-    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured, or `how` it came about) to `out`.
+    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured, or
+    `how` it came about) to `out`.
 
-    With `draw`, which is given a matplotlib figure, also `name.svg`, which the .md shows. Without matplotlib there is no picture.
+    With `draw`, which is given a matplotlib figure, also `name.svg`, which the .md shows. Without matplotlib there is
+    no picture.
     """
     from rich.console import Console
     from rich.table import Table
@@ -266,7 +304,8 @@ def publish(
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     simd = ", ".join(where["simd"]) or "no AVX2"
     lines += ["", *(f"- {note}" for note in notes)]
-    lines += [f"- {how} {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}, {where['system']}, "
+    lines += [f"- {how} {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python "
+              f"{where['python']}, {where['system']}, "
               f"{where['cores']} cores of {where['cpu']} ({simd}), {where['memory_gib']} GiB."]  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     drawn = draw is not None and _picture(out / f"{name}.svg", draw)
@@ -285,7 +324,9 @@ def _picture(path: Path, draw: Callable[[Any], None]) -> bool:
     except ImportError:
         print(f"no {path.name}: it takes matplotlib, which the extra `bench` brings", file=sys.stderr)
         return False
-    with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": path.stem, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         draw(figure)
         figure.savefig(path, metadata={"Date": None})

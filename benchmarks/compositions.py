@@ -1,10 +1,11 @@
-"""Whether random compositions of models, optimizers and transforms compute what the plain step does: those of tests/composed.py, by number.
+"""Whether random compositions of models, optimizers and transforms compute what the plain step does: those of
+tests/composed.py, by number.
 
     python benchmarks/compositions.py                        # 2,000 compositions: about two hours on 2 quiet cores
     python benchmarks/compositions.py --first 2000 --numbers 500
 
-Each is trained for some steps, as it is and as a plain step of the same function, by `fzero.testing.check_equivalent`. Nothing was planted: a difference is
-a fault, or an alarm without a fault. What stops with an error is listed too.
+Each is trained for some steps, as it is and as a plain step of the same function, by `fzero.testing.check_equivalent`.
+Nothing was planted: a difference is a fault, or an alarm without a fault. What stops with an error is listed too.
 """
 
 from __future__ import annotations
@@ -71,16 +72,33 @@ def main() -> None:
         found.extend(results(args))
     wrong = sorted((number, text, problem) for number, text, problem in found if problem)
     kinds = collections.Counter(choice.replace("=_", "=") for _, text, _ in found for choice in text.split(", "))
-    rows: list[tuple[Any, ...]] = [("compositions", len(found)), ("equal", len(found) - len(wrong)), ("others", len(wrong))]
-    rows += [(kind, number) for kind, number in sorted(kinds.items()) if kind.split("=")[0] in ("layer", "optimizer", "precision", "remat", "vertical", "tied")]
+    rows: list[tuple[Any, ...]] = [
+        ("compositions", len(found)),
+        ("equal", len(found) - len(wrong)),
+        ("others", len(wrong)),
+    ]
+    rows += [
+        (kind, number)
+        for kind, number in sorted(kinds.items())
+        if kind.split("=")[0] in ("layer", "optimizer", "precision", "remat", "vertical", "tied")
+    ]
     last = max((number for number, _, _ in found), default=args.first)
     notes = [
-        f"Compositions {args.first} to {last} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one rank.",
+        f"Compositions {args.first} to {last} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one "
+        f"rank.",
         "Below the first three rows: how often what was chosen.",
         f"Wanted: none differs ({verdict(len(wrong), 0)}).",
         *(f"{number}: {problem.splitlines()[0]} ({text})" for number, text, problem in wrong),
     ]
-    publish(args.name, "Random compositions", ("", "number"), rows, notes, {"settings": settings(args), "wrong": wrong}, args.out)
+    publish(
+        args.name,
+        "Random compositions",
+        ("", "number"),
+        rows,
+        notes,
+        {"settings": settings(args), "wrong": wrong},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

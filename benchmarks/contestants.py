@@ -1,7 +1,7 @@
 """The contestants of a comparison: how each is built from the same parameters, and steps on the same batches.
 
-A script of its own: one process of a contestant, which acts on the commands of a `Group` (see `start`). Peers run as their documentation
-recommends, and join process groups by torch's own means.
+A script of its own: one process of a contestant, which acts on the commands of a `Group` (see `start`). Peers run as
+their documentation recommends, and join process groups by torch's own means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ NUM_BATCHES = 16
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who steps. `alone` is one process: "whole" computes the whole batch with a thread a rank, "part" one rank's part with one thread."""
+    """Who steps. `alone` is one process: "whole" computes the whole batch with a thread a rank, "part" one rank's part
+    with one thread."""
 
     title: str
     library: str
@@ -61,8 +62,12 @@ CONTESTANTS = {
     "deepspeed_zero2": Contestant("DeepSpeed ZeRO-2", "deepspeed", 2),
     "deepspeed_zero3": Contestant("DeepSpeed ZeRO-3", "deepspeed", 3),
     "fzero_zero3_offload": Contestant("fzero ZeRO-3, optimizer on the host", "fzero", 3, optional=True, offload=True),
-    "deepspeed_zero3_offload": Contestant("DeepSpeed ZeRO-3, CPU optimizer", "deepspeed", 3, optional=True, offload=True),
-    "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),  # minutes a step on a CPU without native bf16
+    "deepspeed_zero3_offload": Contestant(
+        "DeepSpeed ZeRO-3, CPU optimizer", "deepspeed", 3, optional=True, offload=True
+    ),
+    "fsdp2_bf16": Contestant(
+        "FSDP2, bf16", "fsdp2", bf16=True, optional=True
+    ),  # minutes a step on a CPU without native bf16
     "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
     "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
     "floor_fzero_bf16": Contestant("floor: fzero, one process, bf16", "fzero", bf16=True, alone="part"),
@@ -78,7 +83,14 @@ def start(name: str, args: argparse.Namespace, processes: int, cache: str | None
     """The processes of a contestant, joined and idle."""
     alone = CONTESTANTS[name].alone
     flags = [f"--contestant={name}", f"--parts={processes}", *passed_on(args, *MODEL, "optimizer", "backend")]
-    group = Group(__file__, 1 if alone else processes, flags, threads=processes if alone == "whole" else 1, timeout=1200, cache=cache)
+    group = Group(
+        __file__,
+        1 if alone else processes,
+        flags,
+        threads=processes if alone == "whole" else 1,
+        timeout=1200,
+        cache=cache,
+    )
     group.ask("join")
     return group
 
@@ -98,10 +110,14 @@ def worker(args: argparse.Namespace) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
         for name in ("torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"):
-            importlib.import_module(name)  # what some load while they build, an optimizer among them, is in nobody's growth
+            importlib.import_module(
+                name
+            )  # what some load while they build, an optimizer among them, is in nobody's growth
         live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
         parts = 1 if contestant.alone == "whole" else args.parts
-        live["batches"] = [tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)]
+        live["batches"] = [
+            tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)
+        ]
 
     def build() -> dict[str, float]:
         live["rss"] = rss_mib()
@@ -135,13 +151,17 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def least_bytes(program: Any) -> int:
-    """The closed form of a ZeRO-3 step's peak: the state at rest, two blocks' parameters whole, and what every block keeps for its backward, the last one as
-    much as the one before it."""
+    """The closed form of a ZeRO-3 step's peak: the state at rest, two blocks' parameters whole, and what every block
+    keeps for its backward, the last one as much as the one before it."""
     from fzero.plan.memory import resting_bytes, roles
 
     lines, role, values = [line for line, _ in program.walk()], roles(program), program.values()
     gathers = [sum(values[a].nbytes for a in line.args) for line in lines if line.op == "all_gather_start"]
-    kept = [sum(v.nbytes for v in line.out if role[v.name] == "saved") for line in lines if line.attrs.get("backward") is False]
+    kept = [
+        sum(v.nbytes for v in line.out if role[v.name] == "saved")
+        for line in lines
+        if line.attrs.get("backward") is False
+    ]
     return resting_bytes(program) + max(a + b for a, b in itertools.pairwise(gathers)) + sum(kept) + kept[-1]
 
 
@@ -162,7 +182,10 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     transforms += [fz.offload("cpu", "opt_state")] if contestant.offload else []
 
     def make() -> Step:
-        step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)))
+        step = fz.train_step(
+            make_loss(config),
+            optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)),
+        )
         train = fz.compile(fz.compose(*transforms)(step), mesh, backend=args.backend)
         state = train.init(make_init(config), fz.random.key(0))
 
@@ -227,7 +250,9 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # builds an operator on the first run on a machine: a minute
+    deepspeed.init_distributed(
+        dist_backend="gloo", verbose=False
+    )  # builds an operator on the first run on a machine: a minute
     elsewhere = {"offload_optimizer": {"device": "cpu"}} if contestant.offload else {}
     settings = {
         "train_micro_batch_size_per_gpu": config.batch // args.parts,
@@ -239,7 +264,9 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
     def make() -> Step:
         warnings.simplefilter("ignore", FutureWarning)  # of torch's, about names that DeepSpeed uses: several a step
         model = _module(config)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(args, model, deepspeed=contestant.offload), config=settings)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=_optimizer(args, model, deepspeed=contestant.offload), config=settings
+        )
 
         def run(batch: Any) -> Any:
             loss = engine(*batch)
@@ -264,7 +291,8 @@ def _module(config: Any) -> Any:
 
 
 def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) -> Any:
-    """torch's AdamW, or the one that DeepSpeed wants where it keeps its state on the host, an operator that its first run on a machine builds: a minute."""
+    """torch's AdamW, or the one that DeepSpeed wants where it keeps its state on the host, an operator that its first
+    run on a machine builds: a minute."""
     import torch
 
     if deepspeed:

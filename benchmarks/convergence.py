@@ -1,10 +1,12 @@
-"""Whether training converges in other precisions as in fp32: the GPT of examples/train_gpt.py on Python's standard library, the same parameters and batches.
+"""Whether training converges in other precisions as in fp32: the GPT of examples/train_gpt.py on Python's standard
+library, the same parameters and batches.
 
-    python benchmarks/convergence.py                                   # 300 steps in every precision: half an hour or more on 2 cores
-    python benchmarks/convergence.py --only fp32 bf16 bf16-stochastic  # some of them
+    python benchmarks/convergence.py                                   # 300 steps in every precision: half an hour or
+    more on 2 cores python benchmarks/convergence.py --only fp32 bf16 bf16-stochastic  # some of them
 
-One process after the other's steps, all cores. What is compared is the loss on text that was held out, after the last step, and the training loss over the last
-steps; what differs is rounding alone. A precision that this version of fzero refuses is left out, and said to be.
+One process after the other's steps, all cores. What is compared is the loss on text that was held out, after the last
+step, and the training loss over the last steps; what differs is rounding alone. A precision that this version of fzero
+refuses is left out, and said to be.
 """
 
 from __future__ import annotations
@@ -47,13 +49,19 @@ def train(flags: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
 
     import fzero as fz
 
-    given = {name: getattr(args, name) for name in ("steps", "layers", "width", "heads", "seq", "batch", "lr", "seed")} | {"accumulate": 1, "zero": 0} | flags
+    given = (
+        {name: getattr(args, name) for name in ("steps", "layers", "width", "heads", "seq", "batch", "lr", "seed")}
+        | {"accumulate": 1, "zero": 0}
+        | flags
+    )
     sys.argv = ["train_gpt.py", *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
     with contextlib.redirect_stderr(None):
         options = console.parse_args(None)
     step, _, init, _ = train_gpt.training(options)
     compiled = fz.compile(step, fz.make_mesh(), backend=args.backend)
-    text, held_out = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed).split(0.02)
+    text, held_out = fz.data.TokenDataset(
+        fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed
+    ).split(0.02)
     state, losses = compiled.init(init, fz.random.key(args.seed)), []
     for i in range(args.steps):
         state, metrics = compiled(state, text.batch_at(i))
@@ -62,7 +70,11 @@ def train(flags: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         held = [float(train_gpt.gpt(params, *held_out.batch_at(i), heads=args.heads)[0]) for i in range(args.held_out)]
     resting = sum(x.nbytes for x in fz.tree.leaves((state.params, state.opt_state)))
-    return {"losses": losses, "held_out": statistics.mean(held), "bytes": resting / sum(x.numel() for x in fz.tree.leaves(params))}
+    return {
+        "losses": losses,
+        "held_out": statistics.mean(held),
+        "bytes": resting / sum(x.numel() for x in fz.tree.leaves(params)),
+    }
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,26 +96,61 @@ def run(args: argparse.Namespace) -> None:
         more = None if base is None else r["held_out"] / base["held_out"] - 1
         r["more"] = more
         last = statistics.mean(r["losses"][-LAST:])
-        rows.append([name, f"{r['held_out']:.4f}", "" if more is None else f"{100 * more:+.2f} %", f"{last:.4f}", f"{r['bytes']:.2f}"])
+        rows.append(
+            [
+                name,
+                f"{r['held_out']:.4f}",
+                "" if more is None else f"{100 * more:+.2f} %",
+                f"{last:.4f}",
+                f"{r['bytes']:.2f}",
+            ]
+        )
         if more is not None and name in LIMITS:
-            notes.append(f"{name}: {100 * more:+.2f} % of fp32's held-out loss, at most {100 * LIMITS[name]:g} % wanted: {verdict(more, LIMITS[name])}")
+            notes.append(
+                f"{name}: {100 * more:+.2f} % of fp32's held-out loss, at most {100 * LIMITS[name]:g} % wanted: "
+                f"{verdict(more, LIMITS[name])}"
+            )
         if name in MOST_BYTES:
-            notes.append(f"{name}: {r['bytes']:.2f} bytes a parameter at rest, at most {MOST_BYTES[name]:g} wanted: {verdict(r['bytes'], MOST_BYTES[name])}")
-    size = f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, AdamW at {args.lr:g} with warmup and cosine"
-    notes = [f"{args.steps} steps; {size}; held-out loss: of {args.held_out} batches after the last step, computed in fp32.", *notes, *refused]
+            notes.append(
+                f"{name}: {r['bytes']:.2f} bytes a parameter at rest, at most {MOST_BYTES[name]:g} wanted: "
+                f"{verdict(r['bytes'], MOST_BYTES[name])}"
+            )
+    size = (
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, AdamW at {args.lr:g} with "
+        f"warmup and cosine"
+    )
+    notes = [
+        f"{args.steps} steps; {size}; held-out loss: of {args.held_out} batches after the last step, computed in fp32.",
+        *notes,
+        *refused,
+    ]
     columns = ["", "held-out loss", "beside fp32", f"training loss, last {LAST}", "bytes a parameter"]
     data = {"settings": settings(args), "found": found, "limits": LIMITS, "most_bytes": MOST_BYTES}
-    publish(args.name, "Convergence in other precisions", columns, rows, notes, data, args.out, lambda figure: draw(figure, found))
+    publish(
+        args.name,
+        "Convergence in other precisions",
+        columns,
+        rows,
+        notes,
+        data,
+        args.out,
+        lambda figure: draw(figure, found),
+    )
 
 
 def draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
     """Training loss, smoothed, beside what it is above fp32's."""
     left, right = figure.subplots(1, 2)
-    smooth = {name: [statistics.mean(r["losses"][max(0, i - 9) : i + 1]) for i in range(len(r["losses"]))] for name, r in found.items()}
+    smooth = {
+        name: [statistics.mean(r["losses"][max(0, i - 9) : i + 1]) for i in range(len(r["losses"]))]
+        for name, r in found.items()
+    }
     for name, losses in smooth.items():
         left.plot(losses, label=name, linewidth=1)
         if "fp32" in smooth and name != "fp32":
-            right.plot([100 * (a / b - 1) for a, b in zip(losses, smooth["fp32"], strict=True)], label=name, linewidth=1)
+            right.plot(
+                [100 * (a / b - 1) for a, b in zip(losses, smooth["fp32"], strict=True)], label=name, linewidth=1
+            )
     left.set(xlabel="step", ylabel="training loss, mean of 10 steps")
     right.set(xlabel="step", ylabel="% above fp32")
     right.axhline(0, color="gray", linewidth=0.5)
@@ -112,12 +159,27 @@ def draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"steps": 300, "layers": 4, "width": 128, "heads": 4, "seq": 128, "batch": 12, "seed": 0}.items():
+    for name, default in {
+        "steps": 300,
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "seq": 128,
+        "batch": 12,
+        "seed": 0,
+    }.items():
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--held-out", type=int, default=16, help="batches of text that is not trained on")
     p.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    p.add_argument("--only", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), metavar="PRECISION", help=", ".join(PRECISIONS))
+    p.add_argument(
+        "--only",
+        nargs="+",
+        choices=PRECISIONS,
+        default=list(PRECISIONS),
+        metavar="PRECISION",
+        help=", ".join(PRECISIONS),
+    )
     script_flags(p, "convergence")
     run(p.parse_args())
 

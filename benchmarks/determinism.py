@@ -1,9 +1,10 @@
-"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained in two ways from one start.
+"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained in two ways
+from one start.
 
     python benchmarks/determinism.py          # every pair: half an hour or more on 2 cores
 
-Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of parameters and optimizer state after the
-first step and the last.
+Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of
+parameters and optimizer state after the first step and the last.
 """
 
 from __future__ import annotations
@@ -67,22 +68,52 @@ def pairs() -> list[Pair]:
     found = [
         Pair("the same twice, 1 process", one, on(1, number=2), True),
         Pair("the same twice, 2 processes", on(2, z3), on(2, z3, number=2), True),
-        Pair("the same twice, 2 threads, inductor", on(1, threads=2, **compiled), on(1, threads=2, number=2, **compiled), True),
+        Pair(
+            "the same twice, 2 threads, inductor",
+            on(1, threads=2, **compiled),
+            on(1, threads=2, number=2, **compiled),
+            True,
+        ),
         Pair("restored and uninterrupted", on(2, z3), on(2, z3, restored=True), True),
-        Pair("orders of transforms", on(2, z3, low, "accumulate 2", "remat full"), on(2, "remat full", "accumulate 2", low, z3), True),
+        Pair(
+            "orders of transforms",
+            on(2, z3, low, "accumulate 2", "remat full"),
+            on(2, "remat full", "accumulate 2", low, z3),
+            True,
+        ),
         Pair("gloo and shared memory, 2 processes", on(2, z3), on(2, z3, shared_memory=False), True),
         Pair("gloo and shared memory, 3 processes", on(3, z3), on(3, z3, shared_memory=False), False),
         Pair("axis of size 1, and no axis", one, Run((z3,), (("data", 1),)), True),
     ]
     for ranks in (2, 3):
         found += [
-            Pair(f"data_parallel and shard_opt_state, {ranks} processes", on(ranks, "data_parallel"), on(ranks, "shard_opt_state"), False),
-            Pair(f"shard_opt_state and shard_grads, {ranks} processes", on(ranks, "shard_opt_state"), on(ranks, "shard_grads"), True),
+            Pair(
+                f"data_parallel and shard_opt_state, {ranks} processes",
+                on(ranks, "data_parallel"),
+                on(ranks, "shard_opt_state"),
+                False,
+            ),
+            Pair(
+                f"shard_opt_state and shard_grads, {ranks} processes",
+                on(ranks, "shard_opt_state"),
+                on(ranks, "shard_grads"),
+                True,
+            ),
             Pair(f"shard_grads and shard_params, {ranks} processes", on(ranks, "shard_grads"), on(ranks, z3), True),
         ]
     found += [
-        Pair("shard_grads and shard_params, accumulate(2)", on(2, "shard_grads", "accumulate 2"), on(2, z3, "accumulate 2"), True),
-        Pair("shard_opt_state and shard_grads, accumulate(2)", on(2, "shard_opt_state", "accumulate 2"), on(2, "shard_grads", "accumulate 2"), False),
+        Pair(
+            "shard_grads and shard_params, accumulate(2)",
+            on(2, "shard_grads", "accumulate 2"),
+            on(2, z3, "accumulate 2"),
+            True,
+        ),
+        Pair(
+            "shard_opt_state and shard_grads, accumulate(2)",
+            on(2, "shard_opt_state", "accumulate 2"),
+            on(2, "shard_grads", "accumulate 2"),
+            False,
+        ),
         Pair("1 and 2 processes", one, on(2, z3), False),
         Pair("1 and 3 processes", one, on(3, z3), False),
         Pair("1 and 4 processes", one, on(4, z3), False),
@@ -92,12 +123,19 @@ def pairs() -> list[Pair]:
         Pair("accumulate(1) and (2)", one, on(1, "accumulate 2"), False),
         Pair("accumulate(1) and (4)", one, on(1, "accumulate 4"), False),
         Pair("accumulate(2), in a loop and vertical", on(1, "accumulate 2"), on(1, "accumulate 2 vertical"), True),
-        Pair("the same with shard_params, 2 processes", on(2, z3, "accumulate 2"), on(2, z3, "accumulate 2 vertical"), False),
+        Pair(
+            "the same with shard_params, 2 processes",
+            on(2, z3, "accumulate 2"),
+            on(2, z3, "accumulate 2 vertical"),
+            False,
+        ),
         Pair("2 processes, and accumulate(2)", on(2, z3), on(1, "accumulate 2"), False),
     ]
     found += [Pair(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one, True) for kind in ("none", "full")]
     found += [Pair("remat full and min_cut, inductor", on(1, "remat full", **compiled), on(1, **compiled), False)]
-    found += [Pair(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), on(2, z3), True) for tier in ("cpu", "nvme")]
+    found += [
+        Pair(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), on(2, z3), True) for tier in ("cpu", "nvme")
+    ]
     found += [
         Pair("eager and inductor", one, on(1, **compiled), False),
         Pair("1 and 2 threads, eager", one, on(1, threads=2), False),
@@ -108,8 +146,15 @@ def pairs() -> list[Pair]:
         Pair("draws: 1 and 2 processes", on(1, drawn, **exact), on(2, z3, drawn, **exact), True),
         Pair("draws: 1 and 4 processes", on(1, drawn, **exact), on(4, z3, drawn, **exact), True),
         Pair("draws: accumulate(1) and (2)", on(1, drawn, **exact), on(1, drawn, "accumulate 2", **exact), True),
-        Pair("draws: remat none and full", on(1, drawn, "remat none", **exact), on(1, drawn, "remat full", **exact), True),
-        Pair("draws: offload(cpu) on 2, and 1 process", on(2, z3, drawn, "offload cpu", **exact), on(1, drawn, **exact), True),
+        Pair(
+            "draws: remat none and full", on(1, drawn, "remat none", **exact), on(1, drawn, "remat full", **exact), True
+        ),
+        Pair(
+            "draws: offload(cpu) on 2, and 1 process",
+            on(2, z3, drawn, "offload cpu", **exact),
+            on(1, drawn, **exact),
+            True,
+        ),
         Pair("draws: eager and inductor", on(1, drawn, **exact), on(1, drawn, **exact, **compiled), True),
     ]
     return found
@@ -131,7 +176,10 @@ def worker(args: argparse.Namespace) -> None:
         mesh = fz.make_mesh(device="cpu", shared_memory=run.shared_memory, **dict(run.axes))
         step, init, batches = MODELS[run.model](args)
         transforms = [TRANSFORMS[name.split()[0]](*name.split()[1:], run, folder) for name in run.transforms]
-        compiled = [fz.compile(fz.compose(*reversed(transforms))(step), mesh, backend=run.backend) for _ in range(1 + run.restored)]
+        compiled = [
+            fz.compile(fz.compose(*reversed(transforms))(step), mesh, backend=run.backend)
+            for _ in range(1 + run.restored)
+        ]
         axes = [name for name, _ in run.axes]
         size, place = mesh.size, mesh.index(tuple(axes))
         state, losses, states = compiled[0].init(init, fz.random.key(args.seed)), [], []
@@ -173,7 +221,8 @@ def gpt(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
 
 
 def exact(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """A linear function of few bits, so that every sum is exact, in every order: what can differ is what dropout and stochastic rounding draw."""
+    """A linear function of few bits, so that every sum is exact, in every order: what can differ is what dropout and
+    stochastic rounding draw."""
     import torch
 
     import fzero as fz
@@ -251,7 +300,9 @@ def trained(runs: list[Run], args: argparse.Namespace, folder: str) -> dict[Run,
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True))
         for processes in sorted({run.processes for run in runs}):
-            with Group(__file__, processes[0], passed_on(args, *MODEL, "steps", "seed"), threads=processes[1], cache=cache) as group:
+            with Group(
+                __file__, processes[0], passed_on(args, *MODEL, "steps", "seed"), threads=processes[1], cache=cache
+            ) as group:
                 for run in (run for run in runs if run.processes == processes):
                     print(f"{run} ...", file=sys.stderr, flush=True)
                     out = str(Path(folder, f"{len(found)}.pt"))
@@ -267,7 +318,9 @@ def compared(pair: Pair, found: dict[Run, Any]) -> dict[str, Any]:
     first, second = found[pair.first], found[pair.second]
     losses = max(abs(a - b) / abs(a) for a, b in zip(first["losses"], second["losses"], strict=True))
     states = list(zip(first["states"], second["states"], strict=True))
-    equal = first["losses"] == second["losses"] and all(torch.equal(a, b) for xs, ys in states for a, b in zip(xs, ys, strict=True))
+    equal = first["losses"] == second["losses"] and all(
+        torch.equal(a, b) for xs, ys in states for a, b in zip(xs, ys, strict=True)
+    )
     return {"equal": equal, "losses": losses, "leaves": [max(distances(xs, ys), default=0.0) for xs, ys in states]}
 
 
@@ -291,25 +344,41 @@ def main() -> None:
         return
     chosen = [pair for pair in pairs() if not args.only or any(text in pair.name for text in args.only)]
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
-        report(chosen, trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder), args)
+        report(
+            chosen,
+            trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder),
+            args,
+        )
 
 
 def report(chosen: list[Pair], found: dict[Run, Any], args: argparse.Namespace) -> None:
     results = {pair: compared(pair, found) for pair in chosen}
     rows = [
-        (pair.name, "yes" if r["equal"] else "no", *("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"])), _kept(pair, r))
+        (
+            pair.name,
+            "yes" if r["equal"] else "no",
+            *("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"])),
+            _kept(pair, r),
+        )
         for pair, r in results.items()
     ]
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW after clipping by global norm, fp32, "
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW "
+        f"after clipping by global norm, fp32, "
         f"eager backend and one thread a process unless said otherwise; {args.steps} steps.",
-        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest difference of an element, "
+        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest "
+        "difference of an element, "
         "relative to the largest element of its leaf.",
-        "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only what is drawn can differ.",
-        f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within {LIMIT_LOW:g}.",
+        "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only "
+        "what is drawn can differ.",
+        f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within "
+        f"{LIMIT_LOW:g}.",
     ]
     columns = ("", "same bits", "losses", "leaves after 1 step", f"after {args.steps}", "wanted")
-    data = {"settings": settings(args, "only"), "pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()]}
+    data = {
+        "settings": settings(args, "only"),
+        "pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()],
+    }
     publish(args.name, "Which runs are the same to the bit", columns, rows, notes, data, args.out)
 
 

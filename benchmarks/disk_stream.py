@@ -3,9 +3,10 @@
     python benchmarks/disk_stream.py --path DIR          # 1 GiB, about a minute on a disk of 2 GB/s
     python benchmarks/disk_stream.py --path DIR1 DIR2    # striped
 
-The raw probe is a C program of as many threads, each in a loop of `pread` and `pwrite`; without a compiler it is as many processes of Python that do the
-same. Both are run in every round, in random order, and every round is a ratio. `mixed` reads the first half of the range and writes the second, as an
-update does that reads one block while it writes another.
+The raw probe is a C program of as many threads, each in a loop of `pread` and `pwrite`; without a compiler it is as
+many processes of Python that do the same. Both are run in every round, in random order, and every round is a ratio.
+`mixed` reads the first half of the range and writes the second, as an update does that reads one block while it writes
+another.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def streams(files: Files, size: int, memory: torch.Tensor) -> Callable[[str], No
     return run
 
 
-def compiled(paths: Sequence[str], size: int, block: int, ring: torch.Tensor, threads: int, direct: bool) -> Callable[[str], None] | None:
+def compiled(
+    paths: Sequence[str], size: int, block: int, ring: torch.Tensor, threads: int, direct: bool
+) -> Callable[[str], None] | None:
     """The raw probe in C; None without a compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -96,9 +99,20 @@ def compiled(paths: Sequence[str], size: int, block: int, ring: torch.Tensor, th
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "raw.c", Path(folder) / "raw.so"
         source.write_text(RAW)
-        subprocess.run([*compiler.split(), "-O2", "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
+        subprocess.run(
+            [*compiler.split(), "-O2", "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True
+        )
         raw = ctypes.CDLL(str(library))
-    raw.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    raw.run.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
     fds = (ctypes.c_int * len(paths))(*opened(paths, direct))
 
     def run(mode: str) -> None:
@@ -168,28 +182,51 @@ def main() -> None:
     files.close()
 
 
-def report(args: argparse.Namespace, points: dict[str, list[dict[str, float]]], size: int, probe: str, direct: bool) -> None:
+def report(
+    args: argparse.Namespace, points: dict[str, list[dict[str, float]]], size: int, probe: str, direct: bool
+) -> None:
     rows, verdicts = [], []
     for mode, found in points.items():
         raw, ours = (statistics.median(size / p[f"{who}_s"] / 1e9 for p in found) for who in ("raw", "fzero"))
         ratios = [p["raw_s"] / p["fzero_s"] for p in found]
         share, cpu = statistics.median(ratios), statistics.median(p["fzero_cpu_s"] for p in found) / size * 2**30
-        rows.append((mode, f"{raw:.2f}", f"{ours:.2f}", f"{share:.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{1e3 * cpu:.0f}"))
+        rows.append(
+            (
+                mode,
+                f"{raw:.2f}",
+                f"{ours:.2f}",
+                f"{share:.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{1e3 * cpu:.0f}",
+            )
+        )
         verdicts.append(f"{mode}: {share:.2f} of the raw probe, at least {LIMIT:.2f} wanted: {verdict(LIMIT, share)}")
     notes = [
-        f"{args.mib} MiB, directories: {len(args.path)}, {'O_DIRECT' if direct else 'through the page cache'}, blocks of 4 MiB, {args.threads} threads; "
-        f"{DEPTH} transfers of {args.chunk} MiB under way; the raw probe: {probe}, on the same blocks of the same files.",
+        f"{args.mib} MiB, directories: {len(args.path)}, {'O_DIRECT' if direct else 'through the page cache'}, blocks "
+        f"of 4 MiB, {args.threads} threads; "
+        f"{DEPTH} transfers of {args.chunk} MiB under way; the raw probe: {probe}, on the same blocks of the same "
+        f"files.",
         f"Medians of {args.rounds} rounds; the share is the median of the rounds' own ratios.",
         *verdicts,
     ]
     where = {"directories": len(args.path), "probe": probe, "direct": direct}
     columns = ("", "raw GB/s", "fzero GB/s", "share", "over the rounds", "CPU ms a GiB")
-    publish(args.name, "Streaming scratch files", columns, rows, notes, {"settings": settings(args, "path") | where, "points": points}, args.out)
+    publish(
+        args.name,
+        "Streaming scratch files",
+        columns,
+        rows,
+        notes,
+        {"settings": settings(args, "path") | where, "points": points},
+        args.out,
+    )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--path", nargs="+", default=[tempfile.gettempdir()], help="directories on the disk to be measured")
+    parser.add_argument(
+        "--path", nargs="+", default=[tempfile.gettempdir()], help="directories on the disk to be measured"
+    )
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=32, help="MiB of a transfer")
     parser.add_argument("--threads", type=int, default=4)

@@ -1,12 +1,15 @@
-"""One training step on GPUs: fzero beside the same model as an nn.Module under whole-model torch.compile, with fused AdamW, in bf16.
+"""One training step on GPUs: fzero beside the same model as an nn.Module under whole-model torch.compile, with fused
+AdamW, in bf16.
 
     python benchmarks/gpu.py                                    # 356 M parameters on one CUDA device
-    torchrun --nproc-per-node 8 benchmarks/gpu.py               # on several: ZeRO-3 beside FSDP2 with every block compiled
-    python benchmarks/gpu.py --device cpu --layers 2 --width 64 --heads 4 --seq 32 --batch 4 --vocab 256    # the same code, to see it run
+    torchrun --nproc-per-node 8 benchmarks/gpu.py               # on several: ZeRO-3 beside FSDP2 with every block
+    compiled python benchmarks/gpu.py --device cpu --layers 2 --width 64 --heads 4 --seq 32 --batch 4 --vocab 256    #
+    the same code, to see it run
 
-Masters, moments and reductions are float32, the arithmetic bfloat16. The module does so in two ways: every part casts its own parameters, which is
-what fzero's mixed_precision means, and autocast, which keeps the residual stream in float32. fzero is held against the faster, and against the
-smaller. All live in one process and take turns. Without a CUDA device it says so and ends well.
+Masters, moments and reductions are float32, the arithmetic bfloat16. The module does so in two ways: every part casts
+its own parameters, which is what fzero's mixed_precision means, and autocast, which keeps the residual stream in
+float32. fzero is held against the faster, and against the smaller. All live in one process and take turns. Without a
+CUDA device it says so and ends well.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 1
 
 
 def fzero(config: Config, mesh: Any, args: argparse.Namespace) -> Callable[[Any], Any]:
-    step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)))
+    step = fz.train_step(
+        make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
+    )
     step = fz.mixed_precision(step, "bf16")
     train = fz.compile(fz.shard_params(step, axis="data") if mesh.size > 1 else step, mesh, backend=args.backend)
     state = train.init(make_init(config), fz.random.key(0))
@@ -97,7 +102,11 @@ def _trained(forward: Callable[..., torch.Tensor], model: torch.nn.Module) -> Ca
     return run
 
 
-ALONE = {"fzero": fzero, "nn.Module, compiled whole, parameters cast": module, "nn.Module, compiled whole, autocast": module_autocast}
+ALONE = {
+    "fzero": fzero,
+    "nn.Module, compiled whole, parameters cast": module,
+    "nn.Module, compiled whole, autocast": module_autocast,
+}
 TOGETHER = {"fzero ZeRO-3": fzero, "FSDP2 + compile per block": fsdp2}
 
 
@@ -108,7 +117,10 @@ class Device:
     """Time and memory of this rank's device; of the process on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.cuda, self.name = device.type == "cuda", torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.cuda, self.name = (
+            device.type == "cuda",
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        )
 
     def settle(self) -> None:
         if self.cuda:
@@ -129,7 +141,10 @@ class Device:
 
 def measure(args: argparse.Namespace, config: Config, mesh: Any) -> dict[str, dict[str, Any]]:
     device, live, found = Device(mesh.device), {}, {}
-    batches = [tuple(t.chunk(mesh.size)[mesh.rank].to(mesh.device).contiguous() for t in batch) for batch in make_batches(config, 4)]
+    batches = [
+        tuple(t.chunk(mesh.size)[mesh.rank].to(mesh.device).contiguous() for t in batch)
+        for batch in make_batches(config, 4)
+    ]
 
     def steps(name: str, count: int) -> float:
         losses = found[name]["losses"]
@@ -185,24 +200,41 @@ def report(args: argparse.Namespace, config: Config, mesh: Any, found: dict[str,
         x["tokens_per_s"] = config.batch * config.seq / statistics.median(x["step_s"])
         x["mfu"] = None if peak is None else x["tokens_per_s"] * flops_per_token(config) / peak / mesh.size
         share = "" if x["mfu"] is None else f"{x['mfu']:.1%}"
-        numbers = (f"{1e3 * statistics.median(x['step_s']):.1f}", f"{x['tokens_per_s']:,.0f}", share, f"{x['peak_mib']:.0f}", f"{x['resting_mib']:.0f}")
+        numbers = (
+            f"{1e3 * statistics.median(x['step_s']):.1f}",
+            f"{x['tokens_per_s']:,.0f}",
+            share,
+            f"{x['peak_mib']:.0f}",
+            f"{x['resting_mib']:.0f}",
+        )
         rows.append((who, *numbers, f"{x['first_step_s']:.1f}", f"{x['losses'][-1]:.4f}"))
     ours, *peers = found.values()
     speed = ours["tokens_per_s"] / max(x["tokens_per_s"] for x in peers)
     memory = ours["peak_mib"] / min(x["peak_mib"] for x in peers)
     spread = max((max(at) - min(at)) / min(at) for at in zip(*(x["losses"] for x in found.values()), strict=True))
     notes = [
-        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}, {config.heads} heads, vocabulary {config.vocab}), sequence "
-        f"{config.seq}, global batch {config.batch}; {mesh.size} x {name}, {args.backend}; medians of {args.rounds} interleaved rounds of {args.steps} steps.",
+        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
+        f"heads, vocabulary {config.vocab}), sequence "
+        f"{config.seq}, global batch {config.batch}; {mesh.size} x {name}, {args.backend}; medians of {args.rounds} "
+        f"interleaved rounds of {args.steps} steps.",
         f"tokens/s, fzero / the fastest peer: {speed:.3f}, at least 1 wanted: {verdict(1.0, speed)}",
         f"peak memory, fzero / the smallest peer: {memory:.3f}, at most 1 wanted: {verdict(memory, 1.0)}",
-        f"losses agree, largest relative difference: {spread:.1e}, at most {LOSS_LIMIT:g} wanted: {verdict(spread, LOSS_LIMIT)}",
+        f"losses agree, largest relative difference: {spread:.1e}, at most {LOSS_LIMIT:g} wanted: "
+        f"{verdict(spread, LOSS_LIMIT)}",
         f"MFU: {flops_per_token(config) / 1e9:.2f} GFLOP a token of "
         + (f"{peak / 1e12:.0f} TFLOP/s a device." if peak else "an unknown peak: give --peak-tflops."),
     ]
     columns = ("", "step ms", "tokens/s", "MFU", "peak MiB", "at rest MiB", "first step s", "last loss")
     settings = {k: v for k, v in vars(args).items() if k != "out"}
-    publish(args.name, "One step on a GPU", columns, rows, notes, {"settings": settings, "device": name, "contestants": found}, args.out)
+    publish(
+        args.name,
+        "One step on a GPU",
+        columns,
+        rows,
+        notes,
+        {"settings": settings, "device": name, "contestants": found},
+        args.out,
+    )
 
 
 def _say(mesh: Any, text: str) -> None:
@@ -213,7 +245,10 @@ def _say(mesh: Any, text: str) -> None:
 def main() -> None:
     args = _arguments()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu.py measures CUDA devices, and there is none here: nothing measured. Its code runs with --device cpu and a small model, see --help.")
+        print(
+            "gpu.py measures CUDA devices, and there is none here: nothing measured. Its code runs with --device cpu "
+            "and a small model, see --help."
+        )
         return
     mesh = fz.make_mesh(device=args.device)
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch, args.vocab)
@@ -231,8 +266,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="a round")
-    parser.add_argument("--peak-tflops", type=float, help="bf16 products of one device, for the MFU; known for " + ", ".join(PEAKS))
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="of all: eager compiles nothing")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="bf16 products of one device, for the MFU; known for " + ", ".join(PEAKS)
+    )
+    parser.add_argument(
+        "--backend", choices=["inductor", "eager"], default="inductor", help="of all: eager compiles nothing"
+    )
     parser.add_argument("--name", default="gpu", help="of the files in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()

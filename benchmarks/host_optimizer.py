@@ -1,10 +1,13 @@
-"""An optimizer on the host: fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32 and with bf16 in and out.
+"""An optimizer on the host: fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32
+and with bf16 in and out.
 
-    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes, and one more to build DeepSpeed's operator
-    python benchmarks/host_optimizer.py --avx2          # everything as on a CPU without AVX-512
+    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes, and one
+    more to build DeepSpeed's operator python benchmarks/host_optimizer.py --avx2          # everything as on a CPU
+    without AVX-512
 
-fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state where the host tier puts one. Everybody updates the same tensors,
-so that all have the same distances between leaves, which decide more than code does. In a round everyone has one turn.
+fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state where the host tier puts one.
+Everybody updates the same tensors, so that all have the same distances between leaves, which decide more than code
+does. In a round everyone has one turn.
 """
 
 from __future__ import annotations
@@ -102,7 +105,15 @@ def worker(args: argparse.Namespace) -> None:
         steps = [torch.tensor(1.0) for _ in sizes]
 
         def fused(gradients: list[Any]) -> None:
-            options: Any = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "eps": EPS, "amsgrad": False, "maximize": False}
+            options: Any = {
+                "lr": LR,
+                "beta1": BETAS[0],
+                "beta2": BETAS[1],
+                "weight_decay": WEIGHT_DECAY,
+                "eps": EPS,
+                "amsgrad": False,
+                "maximize": False,
+            }
             torch._fused_adamw_(params, gradients, mu, nu, [], steps, **options)
 
         def cast_fused_cast() -> list[Any]:
@@ -117,7 +128,11 @@ def worker(args: argparse.Namespace) -> None:
                 low.copy_(p)
 
         turns = {name: run(name) for name in updates}
-        turns |= {"torch fused": lambda: fused(grads), "cast, fused, cast": cast_fused_cast, "cast, fused, cast, buffers kept": cast_fused_cast_kept}
+        turns |= {
+            "torch fused": lambda: fused(grads),
+            "cast, fused, cast": cast_fused_cast,
+            "cast, fused, cast, buffers kept": cast_fused_cast_kept,
+        }
         turns |= _deepspeed(params, mu, nu, grads, low_params, low_grads)
         turns["copy_"] = lambda: [k.copy_(g) for k, g in zip(kept, grads, strict=True)]
 
@@ -133,8 +148,15 @@ def worker(args: argparse.Namespace) -> None:
         expected = one_update(turns["torch fused"])
         for name in ("fzero AdamW", "DeepSpeedCPUAdam"):
             if name in turns:
-                torch.testing.assert_close(one_update(turns[name]), expected, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        torch.testing.assert_close(one_update(turns["fzero AdamW, bf16 in and out"]), one_update(turns["cast, fused, cast, buffers kept"]), rtol=0, atol=1e-6)
+                torch.testing.assert_close(
+                    one_update(turns[name]), expected, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+                )
+        torch.testing.assert_close(
+            one_update(turns["fzero AdamW, bf16 in and out"]),
+            one_update(turns["cast, fused, cast, buffers kept"]),
+            rtol=0,
+            atol=1e-6,
+        )
         one_update(turns["fzero AdamW, bf16 in and out"])
         assert all(torch.equal(low, p.bfloat16()) for low, p in zip(low_params, params, strict=True))
 
@@ -154,8 +176,11 @@ def worker(args: argparse.Namespace) -> None:
     fz.close_mesh()
 
 
-def _deepspeed(params: list[Any], mu: list[Any], nu: list[Any], grads: list[Any], low_params: list[Any], low_grads: list[Any]) -> dict[str, Callable[[], Any]]:
-    """Its turns over the same tensors, if it is installed. In bf16 it has no fp32 masters; by default its moments are in fp32."""
+def _deepspeed(
+    params: list[Any], mu: list[Any], nu: list[Any], grads: list[Any], low_params: list[Any], low_grads: list[Any]
+) -> dict[str, Callable[[], Any]]:
+    """Its turns over the same tensors, if it is installed. In bf16 it has no fp32 masters; by default its moments are
+    in fp32."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import importlib.util
 
@@ -205,7 +230,10 @@ def main() -> None:
         worker(args)
         return
     if args.avx2:
-        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions_avx2")}
+        os.environ |= {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions_avx2"),
+        }
     found = []
     for leaves in args.leaves:
         flags = [*passed_on(args, "threads", "rounds", "millions"), *(["--avx2"] if args.avx2 else [])]
@@ -226,25 +254,52 @@ def report(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
         for name in wall:
             seconds = statistics.median(wall[name])
             milliseconds = [f"{1e3 * s:.1f}" for s in (seconds, min(wall[name]), statistics.median(x["cpu_s"][name]))]
-            rows.append((f"{name}, {where}", *milliseconds, BYTES[name], f"{BYTES[name] * total / seconds / 1e9:.1f}", f"{ratio(name, 'torch fused'):.2f}"))
+            rows.append(
+                (
+                    f"{name}, {where}",
+                    *milliseconds,
+                    BYTES[name],
+                    f"{BYTES[name] * total / seconds / 1e9:.1f}",
+                    f"{ratio(name, 'torch fused'):.2f}",
+                )
+            )
         for one, other, limit in LIMITS:
             if other in wall:
-                notes.append(f"{where}: {one}: {ratio(one, other):.2f} x {other}, at most {limit:g} wanted: {verdict(ratio(one, other), limit)}")
+                notes.append(
+                    f"{where}: {one}: {ratio(one, other):.2f} x {other}, at most {limit:g} wanted: "
+                    f"{verdict(ratio(one, other), limit)}"
+                )
         for name in ("fzero Lion", "fzero, a user's own"):
             slower = ratio(name, "fzero AdamW") * BYTES["fzero AdamW"] / BYTES[name]
-            notes.append(f"{where}: {name}: {slower:.2f} x AdamW's time a byte, at most {SAME_RATE:g} wanted: {verdict(slower, SAME_RATE)}")
-        notes.append(f"{where}: masters and moments take {x['resting']:.2f} bytes a parameter, at most {RESTING:g} wanted: {verdict(x['resting'], RESTING)}")
+            notes.append(
+                f"{where}: {name}: {slower:.2f} x AdamW's time a byte, at most {SAME_RATE:g} wanted: "
+                f"{verdict(slower, SAME_RATE)}"
+            )
+        notes.append(
+            f"{where}: masters and moments take {x['resting']:.2f} bytes a parameter, at most {RESTING:g} wanted: "
+            f"{verdict(x['resting'], RESTING)}"
+        )
         if "DeepSpeedCPUAdam" not in wall:
             notes.append("DeepSpeed is not installed: `pip install -e '.[bench]'`")
     columns = ("", "ms", "least ms", "CPU ms", "bytes a parameter", "GB/s", "x fused")
     size = f"{found[0]['parameters'] / 2**20:g} x 2^20 parameters"
     notes = [
-        f"{size}, {args.threads} threads{', AVX2' if args.avx2 else ''}; medians of {args.rounds} rounds, ratios within a round.",
-        "Cast, fused, cast: gradients to fp32, torch's fused AdamW, parameters to bf16, in memory allocated anew as torch does by default; or in buffers kept. "
+        f"{size}, {args.threads} threads{', AVX2' if args.avx2 else ''}; medians of {args.rounds} rounds, ratios "
+        f"within a round.",
+        "Cast, fused, cast: gradients to fp32, torch's fused AdamW, parameters to bf16, in memory allocated anew as "
+        "torch does by default; or in buffers kept. "
         "DeepSpeed in bf16 has no fp32 masters.",
         *notes,
     ]
-    publish(args.name, "An optimizer on the host", columns, rows, notes, {"settings": settings(args), "points": found}, args.out)
+    publish(
+        args.name,
+        "An optimizer on the host",
+        columns,
+        rows,
+        notes,
+        {"settings": settings(args), "points": found},
+        args.out,
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,11 +1,13 @@
-"""What is alive: the state at rest, gathered parameters during a real ZeRO-3 step, and the memory of processes over the number of ranks.
+"""What is alive: the state at rest, gathered parameters during a real ZeRO-3 step, and the memory of processes over the
+number of ranks.
 
     python benchmarks/memory.py                     # about 20 minutes on 2 cores
     python benchmarks/memory.py --parts rest gathered    # about a minute
 
-At rest: the bytes of the storages behind the state's tensors, read off the tensors, against what the stage's definition says. Gathered: what an
-all_gather fills counts as alive from its start to the last line that is given an address in it, watched while a step runs. Ranks: what the
-operating system says of each process, between steps and at the peak, beside DDP and FSDP2; every rank has the same part of the batch.
+At rest: the bytes of the storages behind the state's tensors, read off the tensors, against what the stage's definition
+says. Gathered: what an all_gather fills counts as alive from its start to the last line that is given an address in it,
+watched while a step runs. Ranks: what the operating system says of each process, between steps and at the peak, beside
+DDP and FSDP2; every rank has the same part of the batch.
 """
 
 from __future__ import annotations
@@ -60,10 +62,13 @@ def worker(args: argparse.Namespace) -> None:
         return out
 
     def gathered(accumulate: int, policy: str) -> dict[str, Any]:
-        """The most bytes of gathered parameters alive at once in a step, the sizes of its gathers, and the whole pool."""
+        """The most bytes of gathered parameters alive at once in a step, the sizes of its gathers, and the whole
+        pool."""
         train = fz.compile(step_for(3, fz.accumulate(accumulate), fz.remat(policy)), mesh, backend=args.backend)
         state = train.init(make_init(config), fz.random.key(0))
-        first, second = (tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(config, 2))
+        first, second = (
+            tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(config, 2)
+        )
         state, _ = train(state, first)
         run = next(iter(train._runs.values())).run
         names = {line.fn or line.op for line, _ in train.program.walk() if line.op != "loop"}
@@ -95,7 +100,9 @@ class _Watch:
                 if _meet(gather["filled"], filled):  # written again: what is read there from now on is something else
                     gather["filled"] = []
             if name == "all_gather_start":
-                self.gathers.append({"first": self.calls, "last": self.calls, "filled": filled, "bytes": sum(b - a for a, b in filled)})
+                self.gathers.append(
+                    {"first": self.calls, "last": self.calls, "filled": filled, "bytes": sum(b - a for a, b in filled)}
+                )
             return fn(*args, **keywords)
 
         return call
@@ -103,7 +110,11 @@ class _Watch:
     def most_alive(self) -> dict[str, Any]:
         alive = [[g for g in self.gathers if g["first"] <= at <= g["last"]] for at in range(1, self.calls + 1)]
         most = max(alive, key=lambda now: sum(g["bytes"] for g in now))
-        return {"most_bytes": sum(g["bytes"] for g in most), "most_gathers": len(most), "sizes": [g["bytes"] for g in self.gathers]}
+        return {
+            "most_bytes": sum(g["bytes"] for g in most),
+            "most_gathers": len(most),
+            "sizes": [g["bytes"] for g in self.gathers],
+        }
 
 
 def _ranges(values: Any) -> list[tuple[int, int]]:
@@ -126,7 +137,10 @@ def at_rest(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for ranks in args.ranks:
         with Group(__file__, ranks, passed_on(args, *MODEL, "backend")) as group:
-            found += [{"ranks": ranks, **max(stage, key=lambda x: x["bytes"])} for stage in zip(*group.ask("resting"), strict=True)]
+            found += [
+                {"ranks": ranks, **max(stage, key=lambda x: x["bytes"])}
+                for stage in zip(*group.ask("resting"), strict=True)
+            ]
     return found
 
 
@@ -142,7 +156,8 @@ def gathers(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def over_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Memory of a process above what it had before the model was built, the mean of the ranks; every rank has `args.batch` sequences."""
+    """Memory of a process above what it had before the model was built, the mean of the ranks; every rank has
+    `args.batch` sequences."""
     found = []
     for ranks in args.ranks:
         for name in OVER_RANKS:
@@ -154,8 +169,15 @@ def over_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
                 group.ask("steps", count=2)
                 steps = group.ask("settle")
             mean = {k: sum(x[k] for x in steps) / ranks for k in ("growth_mib", "resting_mib")}
-            found.append({"who": name, "ranks": ranks, "building_mib": sum(x["growth_mib"] for x in building) / ranks, **mean})
-            print(f"{CONTESTANTS[name].title}, {ranks} ranks: {mean['resting_mib']:.0f} MiB, peak {mean['growth_mib']:.0f} MiB", file=sys.stderr, flush=True)
+            found.append(
+                {"who": name, "ranks": ranks, "building_mib": sum(x["growth_mib"] for x in building) / ranks, **mean}
+            )
+            print(
+                f"{CONTESTANTS[name].title}, {ranks} ranks: {mean['resting_mib']:.0f} MiB, peak "
+                f"{mean['growth_mib']:.0f} MiB",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
@@ -163,7 +185,10 @@ def over_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report_rest(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
-    rows = [(f"stage {x['stage']}", x["ranks"], f"{x['bytes']:,}", f"{x['expected']:,}", f"{x['bytes'] / x['params']:.3f}") for x in found]
+    rows = [
+        (f"stage {x['stage']}", x["ranks"], f"{x['bytes']:,}", f"{x['expected']:,}", f"{x['bytes'] / x['params']:.3f}")
+        for x in found
+    ]
     wrong = [x for x in found if x["bytes"] != x["expected"]]
     over = [x for x in found if x["stage"] == 3 and x["bytes"] > REST_LIMIT * 12 * x["params"] / x["ranks"]]
     notes = [
@@ -172,21 +197,56 @@ def report_rest(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         f"stage 3 at most 12 P / N + 1 %: {'met' if not over else f'MISSED by {len(over)}'}",
     ]
     columns = ("", "ranks", "bytes per rank", "closed form", "bytes per parameter")
-    publish("memory_at_rest", "The state at rest", columns, rows, notes, {"settings": _settings(args), "points": found}, args.out)
+    publish(
+        "memory_at_rest",
+        "The state at rest",
+        columns,
+        rows,
+        notes,
+        {"settings": _settings(args), "points": found},
+        args.out,
+    )
 
 
 def report_gathered(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     rows = []
     for x in found:
         block, name = max(x["sizes"]), f"accumulate {x['accumulate']}, remat {x['remat']}"
-        rows.append((name, x["gathers"], f"{block:,}", f"{x['most_bytes']:,}", f"{x['most_bytes'] / block:.2f}", x["most_gathers"], f"{x['pool_bytes']:,}"))
+        rows.append(
+            (
+                name,
+                x["gathers"],
+                f"{block:,}",
+                f"{x['most_bytes']:,}",
+                f"{x['most_bytes'] / block:.2f}",
+                x["most_gathers"],
+                f"{x['pool_bytes']:,}",
+            )
+        )
     bad = [x for x in found if x["most_bytes"] > 2 * max(x["sizes"])]
     notes = [
-        f"{_size(args)}, ZeRO-3 on 2 ranks, {args.backend} backend, global batch {args.batch}; a real step, the fullest rank.",
+        f"{_size(args)}, ZeRO-3 on 2 ranks, {args.backend} backend, global batch {args.batch}; a real step, the "
+        f"fullest rank.",
         f"at most two blocks' worth alive at any time: {'met' if not bad else f'MISSED by {len(bad)}'}",
     ]
-    columns = ("", "gathers a step", "largest block, bytes", "most alive at once, bytes", "in blocks", "gathers alive", "pool, bytes")
-    publish("memory_gathered", "Gathered parameters alive", columns, rows, notes, {"settings": _settings(args), "points": found}, args.out)
+    columns = (
+        "",
+        "gathers a step",
+        "largest block, bytes",
+        "most alive at once, bytes",
+        "in blocks",
+        "gathers alive",
+        "pool, bytes",
+    )
+    publish(
+        "memory_gathered",
+        "Gathered parameters alive",
+        columns,
+        rows,
+        notes,
+        {"settings": _settings(args), "points": found},
+        args.out,
+    )
 
 
 def report_ranks(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
@@ -197,11 +257,18 @@ def report_ranks(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
     rows = []
     for name in names:
         each = [at[name, n] for n in args.ranks]
-        rows.append((CONTESTANTS[name].title, *(f"{x['resting_mib']:.0f}" for x in each), *(f"{x['growth_mib']:.0f}" for x in each)))
+        rows.append(
+            (
+                CONTESTANTS[name].title,
+                *(f"{x['resting_mib']:.0f}" for x in each),
+                *(f"{x['growth_mib']:.0f}" for x in each),
+            )
+        )
     per_parameter = 12 * Config(*(getattr(args, k) for k in MODEL)).num_params / 2**20
     state = ", ".join(f"{per_parameter / n:.0f}" for n in args.ranks)
     notes = [
-        f"{_size(args)}, sequence {args.seq}, {args.batch} sequences a rank, {args.backend} backend; resident memory of a process above what it had before "
+        f"{_size(args)}, sequence {args.seq}, {args.batch} sequences a rank, {args.backend} backend; resident memory "
+        f"of a process above what it had before "
         "the model was built, mean of the ranks, MiB. Peak: of two steps, after two others.",
         f"The state of ZeRO-3 alone, 12 P / N: {state} MiB on {', '.join(map(str, args.ranks))} ranks.",
     ]
@@ -209,10 +276,19 @@ def report_ranks(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots(1, 2, sharey=True)
-        for plot, field, title in zip(axes, ("resting_mib", "growth_mib"), ("between steps", "peak of a step"), strict=True):
+        for plot, field, title in zip(
+            axes, ("resting_mib", "growth_mib"), ("between steps", "peak of a step"), strict=True
+        ):
             for name in names:
                 style = "-" if CONTESTANTS[name].library == "fzero" else "--"
-                plot.plot(args.ranks, [at[name, n][field] for n in args.ranks], style, marker="o", markersize=4, label=CONTESTANTS[name].title)
+                plot.plot(
+                    args.ranks,
+                    [at[name, n][field] for n in args.ranks],
+                    style,
+                    marker="o",
+                    markersize=4,
+                    label=CONTESTANTS[name].title,
+                )
             plot.plot(args.ranks, [per_parameter / n for n in args.ranks], ":", color="black", label="12 P / N")
             plot.set_xticks(args.ranks)
             plot.set_xlabel("ranks")
@@ -241,7 +317,11 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    does = {"rest": (at_rest, report_rest, [1, 2, 3]), "gathered": (gathers, report_gathered, [2]), "ranks": (over_ranks, report_ranks, [1, 2, 4])}
+    does = {
+        "rest": (at_rest, report_rest, [1, 2, 3]),
+        "gathered": (gathers, report_gathered, [2]),
+        "ranks": (over_ranks, report_ranks, [1, 2, 4]),
+    }
     for part in args.parts:
         measure, report, ranks = does[part]
         sizes = {k: v if getattr(args, k) is None else getattr(args, k) for k, v in PARTS[part].items()}
@@ -252,7 +332,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="each has sizes of its own unless they are given: " + str(PARTS))
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        help="each has sizes of its own unless they are given: " + str(PARTS),
+    )
     model_flags(parser)
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 1 2 3 at rest, 1 2 4 of processes")
     contest_flags(parser, backend=None)

@@ -37,7 +37,9 @@ def _embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def _layer(p: Any, x: torch.Tensor, heads: int) -> torch.Tensor:
     b, t, d = x.shape
-    q, k, v = (F.layer_norm(x, (d,), p["ln1"]) @ p["qkv"].T).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = (
+        (F.layer_norm(x, (d,), p["ln1"]) @ p["qkv"].T).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    )
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d) @ p["o"].T
     return x + F.gelu(F.layer_norm(x, (d,), p["ln2"]) @ p["up"].T, approximate="tanh") @ p["down"].T
 
@@ -77,7 +79,14 @@ def make_init(config: Config) -> Any:
             "embed": {"tok": draw(config.vocab, d), "pos": draw(config.seq, d)},
             "head": {"ln": torch.ones(d), "out": draw(config.vocab, d)},
             "layers": [
-                {"ln1": torch.ones(d), "ln2": torch.ones(d), "qkv": draw(3 * d, d), "o": draw(d, d), "up": draw(4 * d, d), "down": draw(d, 4 * d)}
+                {
+                    "ln1": torch.ones(d),
+                    "ln2": torch.ones(d),
+                    "qkv": draw(3 * d, d),
+                    "o": draw(d, d),
+                    "up": draw(4 * d, d),
+                    "down": draw(d, 4 * d),
+                }
                 for _ in range(config.layers)
             ],
         }
@@ -101,7 +110,8 @@ def make_batches(config: Config, count: int, seed: int = 0) -> list[tuple[torch.
 
 
 class Part(nn.Module):
-    """One piece of the tree as a module: its parameters under their names, cast to the compute dtype where there is one."""
+    """One piece of the tree as a module: its parameters under their names, cast to the compute dtype where there is
+    one."""
 
     compute: torch.dtype | None = None
 
@@ -111,7 +121,10 @@ class Part(nn.Module):
             self.register_parameter(name, nn.Parameter(value.clone()))
 
     def tree(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) if self.compute is None else getattr(self, name).to(self.compute) for name in self._parameters}
+        return {
+            name: getattr(self, name) if self.compute is None else getattr(self, name).to(self.compute)
+            for name in self._parameters
+        }
 
 
 class Embed(Part):
@@ -134,7 +147,8 @@ class Head(Part):
 
 
 class GPT(nn.Module):
-    """The model as peers know it: called with tokens and targets, it returns the loss. With a compute dtype every part casts its own parameters."""
+    """The model as peers know it: called with tokens and targets, it returns the loss. With a compute dtype every part
+    casts its own parameters."""
 
     def __init__(self, params: Any, heads: int, compute: torch.dtype | None = None):
         super().__init__()

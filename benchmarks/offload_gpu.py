@@ -1,13 +1,16 @@
-"""Everything offloaded on one GPU, over tokens per step: share of the device's peak, of fzero without offload, and of what the machine's links allow.
+"""Everything offloaded on one GPU, over tokens per step: share of the device's peak, of fzero without offload, and of
+what the machine's links allow.
 
-    python benchmarks/offload_gpu.py                            # a 7B-shaped GPT in bf16, 2k to 128k tokens a step: about 20 minutes; 81 GB of host memory
-    python benchmarks/offload_gpu.py --layers 16                # half the model
-    python benchmarks/offload_gpu.py --parts twice --device-memory 24GB --path DIR    # a model whose Adam state is twice that
-    python benchmarks/offload_gpu.py --dry                      # the plan alone, of an H100: needs no GPU, about a minute
+    python benchmarks/offload_gpu.py                            # a 7B-shaped GPT in bf16, 2k to 128k tokens a step:
+    about 20 minutes; 81 GB of host memory python benchmarks/offload_gpu.py --layers 16                # half the model
+    python benchmarks/offload_gpu.py --parts twice --device-memory 24GB --path DIR    # a model whose Adam state is
+    twice that python benchmarks/offload_gpu.py --dry                      # the plan alone, of an H100: needs no GPU,
+    about a minute
 
-The ceiling: compute takes the model's FLOPs, with full recomputation a third more, at the rate that products attain; bf16 parameters come in for the forward
-and for the backward, 2P bytes each, once a step, and bf16 gradients go out, 2P; Adam on the host moves 28P bytes through host memory, on the device 12P each
-way over the link. No step is faster than the longest of these; the side that updates is the better of the two. Rates are measured as `fzero calibrate` does.
+The ceiling: compute takes the model's FLOPs, with full recomputation a third more, at the rate that products attain;
+bf16 parameters come in for the forward and for the backward, 2P bytes each, once a step, and bf16 gradients go out, 2P;
+Adam on the host moves 28P bytes through host memory, on the device 12P each way over the link. No step is faster than
+the longest of these; the side that updates is the better of the two. Rates are measured as `fzero calibrate` does.
 Without a GPU it measures nothing and fails.
 """
 
@@ -35,7 +38,11 @@ from fzero.plan.devices import Device, get_device
 from fzero.units import parse_bytes
 
 ROLES = ("opt_state", "params", "activations")
-CEILING_LIMIT, PEAK_LIMIT, PEAK_TOKENS = 0.85, 0.5, 65536  # shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on
+CEILING_LIMIT, PEAK_LIMIT, PEAK_TOKENS = (
+    0.85,
+    0.5,
+    65536,
+)  # shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on
 ADAM = 12  # bytes of state a parameter
 DRY_HOST = 150e9  # bytes/s of host memory beside a current device, for --dry
 HOST_SHARE = 0.85  # of the host's memory: what may rest there
@@ -61,14 +68,25 @@ def ceiling_s(args: argparse.Namespace, config: Config, device: Device, host_ban
     """The least seconds of a step with everything offloaded, by what takes them."""
     params, tokens, link = config.num_params, config.batch * config.seq, device.host_copy.bandwidth
     compute = flops_per_token(config) * (8 / 6 if args.remat == "full" else 1) * tokens / device.rate(torch.bfloat16)
-    on_host = {"to_device": 4 * params / link, "to_host": 2 * params / link, "host memory": 28 * params / host_bandwidth}
+    on_host = {
+        "to_device": 4 * params / link,
+        "to_host": 2 * params / link,
+        "host memory": 28 * params / host_bandwidth,
+    }
     on_device = {"to_device": (4 + ADAM) * params / link, "to_host": ADAM * params / link}
     return {"compute": compute, **min(on_host, on_device, key=lambda side: max(side.values()))}
 
 
 def planned(args: argparse.Namespace, config: Config, device: Device, *transforms: Any) -> Any:
     batch = tuple(torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta") for _ in range(2))
-    return fz.lower(step_of(args, config, *transforms), fz.AbstractMesh(data=1), make_init(config), batch, device=device, backend=args.backend).plan
+    return fz.lower(
+        step_of(args, config, *transforms),
+        fz.AbstractMesh(data=1),
+        make_init(config),
+        batch,
+        device=device,
+        backend=args.backend,
+    ).plan
 
 
 def micro_batches(num_micro: int) -> list[Any]:
@@ -81,7 +99,9 @@ def deepest(args: argparse.Namespace, device: Device) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         config, num_micro = sized(args, max(args.tokens), middle)
-        fits = planned(args, config, device, *micro_batches(num_micro)).peak_bytes <= LIBRARIES_SHARE * device.memory_bytes
+        fits = (
+            planned(args, config, device, *micro_batches(num_micro)).peak_bytes <= LIBRARIES_SHARE * device.memory_bytes
+        )
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -89,7 +109,9 @@ def deepest(args: argparse.Namespace, device: Device) -> int:
 # --- running ---
 
 
-def trained(args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any) -> tuple[Callable[[int], list[float]], Any]:
+def trained(
+    args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any
+) -> tuple[Callable[[int], list[float]], Any]:
     """What trains so many steps and returns their losses, and the compiled step."""
     train = fz.compile(step_of(args, config, *transforms), mesh, backend=args.backend)
     state = train.init(make_init(config), fz.random.key(0))
@@ -108,7 +130,9 @@ def trained(args: argparse.Namespace, config: Config, mesh: Any, *transforms: An
     return run, train
 
 
-def timed(args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any, trace: str | None = None) -> dict[str, Any]:
+def timed(
+    args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any, trace: str | None = None
+) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -123,7 +147,13 @@ def timed(args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any,
             run(1)
         profiler.export_chrome_trace(trace)
     peak = torch.cuda.max_memory_allocated() / 1e9
-    return {"step_s": statistics.median(seconds), "steps_s": seconds, "losses": losses, "device_gb": peak, "planned_s": train.plan.step_seconds}
+    return {
+        "step_s": statistics.median(seconds),
+        "steps_s": seconds,
+        "losses": losses,
+        "device_gb": peak,
+        "planned_s": train.plan.step_seconds,
+    }
 
 
 def host_bandwidth() -> float:
@@ -180,23 +210,55 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: Devic
     for x in points:
         binding = max(x["ceiling_s"], key=x["ceiling_s"].__getitem__)
         own = "" if x["of_own"] is None else f"{x['of_own']:.1%} ({x['own_layers']} layers)"
-        numbers = (f"{x['step_s']:.3f}", f"{x['tokens_per_s']:,.0f}", f"{x['of_peak']:.1%}", own, f"{x['of_ceiling']:.1%}", binding, f"{x['device_gb']:.1f}")
+        numbers = (
+            f"{x['step_s']:.3f}",
+            f"{x['tokens_per_s']:,.0f}",
+            f"{x['of_peak']:.1%}",
+            own,
+            f"{x['of_ceiling']:.1%}",
+            binding,
+            f"{x['device_gb']:.1f}",
+        )
         rows.append((f"{x['tokens']:,}", x["micro_batches"], *numbers))
     least = min(x["of_ceiling"] for x in points)
     large = [x["of_peak"] for x in points if x["tokens"] >= PEAK_TOKENS]
     config, dry = sized(args, args.tokens[0])[0], "planned, nothing was run" if args.dry else "measured"
     notes = [
-        f"{config.num_params / 1e9:.2f} G parameters ({args.layers} layers, width {args.width}, {args.heads} heads, vocabulary {args.vocab}), sequence "
-        f"{args.seq}, bf16, remat {args.remat}, AdamW with clipping; {', '.join(args.of)} on the host; {name}; seconds are {dry}.",
-        f"Ceiling: the longest of compute at {device.rate(torch.bfloat16) / 1e12:.0f} TFLOP/s, the link at {device.host_copy.bandwidth / 1e9:.1f} GB/s each "
-        f"way and host memory at {bandwidth / 1e9:.0f} GB/s; micro-batches of at most {args.micro} tokens. Peak: {args.peak / 1e12:.0f} TFLOP/s.",
+        f"{config.num_params / 1e9:.2f} G parameters ({args.layers} layers, width {args.width}, {args.heads} heads, "
+        f"vocabulary {args.vocab}), sequence "
+        f"{args.seq}, bf16, remat {args.remat}, AdamW with clipping; {', '.join(args.of)} on the host; {name}; seconds "
+        f"are {dry}.",
+        f"Ceiling: the longest of compute at {device.rate(torch.bfloat16) / 1e12:.0f} TFLOP/s, the link at "
+        f"{device.host_copy.bandwidth / 1e9:.1f} GB/s each "
+        f"way and host memory at {bandwidth / 1e9:.0f} GB/s; micro-batches of at most {args.micro} tokens. Peak: "
+        f"{args.peak / 1e12:.0f} TFLOP/s.",
         "Of own: FLOP/s over those without offload, of as many layers as fit the device then.",
-        f"share of the ceiling, the least: {least:.3f}, at least {CEILING_LIMIT:g} wanted: {verdict(CEILING_LIMIT, least)}",
+        f"share of the ceiling, the least: {least:.3f}, at least {CEILING_LIMIT:g} wanted: "
+        f"{verdict(CEILING_LIMIT, least)}",
     ]
     if large:
-        notes.append(f"share of the peak from {PEAK_TOKENS} tokens on: {min(large):.3f}, at least {PEAK_LIMIT:g} wanted: {verdict(PEAK_LIMIT, min(large))}")
-    columns = ("tokens a step", "micro-batches", "step s", "tokens/s", "of peak", "of own", "of ceiling", "it is bound by", "device GB")
-    data = {"settings": settings(args, "path", "trace"), "device": name, "rates": device.source, "host_bandwidth": bandwidth, "points": points}
+        notes.append(
+            f"share of the peak from {PEAK_TOKENS} tokens on: {min(large):.3f}, at least {PEAK_LIMIT:g} wanted: "
+            f"{verdict(PEAK_LIMIT, min(large))}"
+        )
+    columns = (
+        "tokens a step",
+        "micro-batches",
+        "step s",
+        "tokens/s",
+        "of peak",
+        "of own",
+        "of ceiling",
+        "it is bound by",
+        "device GB",
+    )
+    data = {
+        "settings": settings(args, "path", "trace"),
+        "device": name,
+        "rates": device.source,
+        "host_bandwidth": bandwidth,
+        "points": points,
+    }
     publish(args.name, "Everything offloaded", columns, rows, notes, data, args.out)
 
 
@@ -204,9 +266,13 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: Devic
 
 
 def twice(args: argparse.Namespace, capacity: int, mesh: Any, name: str) -> None:
-    """Trains a model whose Adam state is at least twice `capacity`, on the host, or where that is too small with its optimizer state on disk."""
+    """Trains a model whose Adam state is at least twice `capacity`, on the host, or where that is too small with its
+    optimizer state on disk."""
     config = sized(args, args.micro)[0]
-    per_layer = Config(2, args.width, args.heads, args.seq, 1, args.vocab).num_params - Config(1, args.width, args.heads, args.seq, 1, args.vocab).num_params
+    per_layer = (
+        Config(2, args.width, args.heads, args.seq, 1, args.vocab).num_params
+        - Config(1, args.width, args.heads, args.seq, 1, args.vocab).num_params
+    )
     beside = config.num_params - args.layers * per_layer
     layers = -(-(2 * capacity // ADAM - beside) // per_layer)
     config = sized(args, args.micro, layers)[0]
@@ -215,32 +281,59 @@ def twice(args: argparse.Namespace, capacity: int, mesh: Any, name: str) -> None
     if ADAM * config.num_params > memory:
         if not args.path:
             raise SystemExit(
-                f"{ADAM * config.num_params / 1e9:.0f} GB of state, {memory / 1e9:.0f} GB of host memory: give --path on a disk, or --device-memory"
+                f"{ADAM * config.num_params / 1e9:.0f} GB of state, {memory / 1e9:.0f} GB of host memory: give --path "
+                f"on a disk, or --device-memory"
             )
         where = [fz.offload("cpu", "activations"), fz.offload("nvme", ("opt_state", "params"), path=args.path)]
     found = timed(args, config, mesh, *where)
     state, used = ADAM * config.num_params / 1e9, found["device_gb"]
     falls = found["losses"][-1] < found["losses"][0]
-    rows = [(f"{config.num_params / 1e9:.2f} G", layers, f"{state:.1f}", f"{capacity / 1e9:.1f}", f"{used:.1f}", f"{found['step_s']:.2f}")]
+    rows = [
+        (
+            f"{config.num_params / 1e9:.2f} G",
+            layers,
+            f"{state:.1f}",
+            f"{capacity / 1e9:.1f}",
+            f"{used:.1f}",
+            f"{found['step_s']:.2f}",
+        )
+    ]
     notes = [
-        f"Width {args.width}, sequence {args.seq}, {config.batch * config.seq} tokens a step, bf16, {name}; {'; '.join(map(str, where))}.",
+        f"Width {args.width}, sequence {args.seq}, {config.batch * config.seq} tokens a step, bf16, {name}; "
+        f"{'; '.join(map(str, where))}.",
         f"losses: {', '.join(f'{x:.4f}' for x in found['losses'])}; falling: {'met' if falls else 'MISSED'}",
-        f"state over device memory: {state * 1e9 / capacity:.2f}, at least 2 wanted: {verdict(2.0, state * 1e9 / capacity)}",
+        f"state over device memory: {state * 1e9 / capacity:.2f}, at least 2 wanted: "
+        f"{verdict(2.0, state * 1e9 / capacity)}",
         f"device memory in use at most {used:.1f} GB of {capacity / 1e9:.1f}: {verdict(used, capacity / 1e9)}",
     ]
     columns = ("parameters", "layers", "state GB", "device GB", "used GB", "step s")
-    publish(f"{args.name}_twice", "A state twice as large as the device", columns, rows, notes, {"settings": settings(args, "path"), **found}, args.out)
+    publish(
+        f"{args.name}_twice",
+        "A state twice as large as the device",
+        columns,
+        rows,
+        notes,
+        {"settings": settings(args, "path"), **found},
+        args.out,
+    )
 
 
 def main() -> None:
     args = _arguments()
     if args.dry:
         device, bandwidth = get_device(args.device or "h100"), args.host_gbps * 1e9 if args.host_gbps else DRY_HOST
-        args.peak = args.peak_tflops * 1e12 if args.peak_tflops else next((v for k, v in PEAKS.items() if k in device.name.upper()), PEAKS["H100"])
+        args.peak = (
+            args.peak_tflops * 1e12
+            if args.peak_tflops
+            else next((v for k, v in PEAKS.items() if k in device.name.upper()), PEAKS["H100"])
+        )
         report(args, curve(args, device, bandwidth, None), device, bandwidth, f"the rates of {device.name}")
         return
     if not torch.cuda.is_available():
-        raise SystemExit("offload_gpu.py measures a CUDA device, and there is none here: nothing measured. What is planned for one, --dry says.")
+        raise SystemExit(
+            "offload_gpu.py measures a CUDA device, and there is none here: nothing measured. What is planned for one, "
+            "--dry says."
+        )
     mesh, name = fz.make_mesh(data=1), torch.cuda.get_device_name()
     args.peak = args.peak_tflops * 1e12 if args.peak_tflops else next((v for k, v in PEAKS.items() if k in name), 0.0)
     if not args.peak:
@@ -270,12 +363,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured of each, after two")
     parser.add_argument("--parts", nargs="+", choices=["curve", "twice"], default=["curve", "twice"])
     parser.add_argument("--dry", action="store_true", help="the curve as planned, without a GPU")
-    parser.add_argument("--device", help="whose rates to take, as `fzero plan` does; by default measured, of --dry those of an h100")
-    parser.add_argument("--host-gbps", type=float, help=f"of host memory, GB/s; by default measured, of --dry {DRY_HOST / 1e9:g}")
+    parser.add_argument(
+        "--device", help="whose rates to take, as `fzero plan` does; by default measured, of --dry those of an h100"
+    )
+    parser.add_argument(
+        "--host-gbps", type=float, help=f"of host memory, GB/s; by default measured, of --dry {DRY_HOST / 1e9:g}"
+    )
     parser.add_argument("--peak-tflops", type=float, help="bf16 products of the device; known for " + ", ".join(PEAKS))
     parser.add_argument("--device-memory", help='as if the device had no more: "24GB"')
-    parser.add_argument("--path", nargs="+", help="directories on a disk, for a state that the host's memory does not hold")
-    parser.add_argument("--trace", help="of one step at the most tokens, a file for Perfetto: are copies under compute?")
+    parser.add_argument(
+        "--path", nargs="+", help="directories on a disk, for a state that the host's memory does not hold"
+    )
+    parser.add_argument(
+        "--trace", help="of one step at the most tokens, a file for Perfetto: are copies under compute?"
+    )
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     script_flags(parser, "offload_gpu")
     args = parser.parse_args()

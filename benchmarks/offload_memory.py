@@ -1,12 +1,14 @@
-"""A model larger than the memory it is given: 504 M parameters and their Adam state, 6 GB, on disk, with 2 GB of memory for the process.
+"""A model larger than the memory it is given: 504 M parameters and their Adam state, 6 GB, on disk, with 2 GB of memory
+for the process.
 
-    python benchmarks/offload_memory.py --path DIR                 # about 12 minutes on 2 cores; 10 GB of memory for the runs without offload, 6 GB of disk
-    python benchmarks/offload_memory.py --path DIR --processes 1   # half of it
+    python benchmarks/offload_memory.py --path DIR                 # about 12 minutes on 2 cores; 10 GB of memory for
+    the runs without offload, 6 GB of disk python benchmarks/offload_memory.py --path DIR --processes 1   # half of it
     python benchmarks/offload_memory.py --path DIR --layers 6 --width 256 --heads 4 --seq 64    # to see that it runs
 
-Everything of a state rests on disk: fp32 masters and moments. The same step is run without offload first, in processes of its own, from the same key on the
-same batches; losses must be equal bit for bit. On two processes both are under `shard_params`. Memory is what the operating system says of a process above what
-it had when all libraries were imported and nothing was built: the peak of everything from the first leaf's birth on, compilation among it.
+Everything of a state rests on disk: fp32 masters and moments. The same step is run without offload first, in processes
+of its own, from the same key on the same batches; losses must be equal bit for bit. On two processes both are under
+`shard_params`. Memory is what the operating system says of a process above what it had when all libraries were imported
+and nothing was built: the peak of everything from the first leaf's birth on, compilation among it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import MODEL, Group, model_flags, passed_on, peak_mib, publish, reset_peak, rss_mib, script_flags, serve, settings, verdict
+from common import (
+    MODEL,
+    Group,
+    model_flags,
+    passed_on,
+    peak_mib,
+    publish,
+    reset_peak,
+    rss_mib,
+    script_flags,
+    serve,
+    settings,
+    verdict,
+)
 
 LIMIT_GB = 2.0  # above the empty process
 LR = 1e-4
@@ -30,7 +45,8 @@ INTERVAL_S = 0.01  # between two looks at what is resident
 
 
 class Watch:
-    """The most private and shared memory of this process, without the pages of files that it maps, as a thread sees it. VmHWM, beside it, has those too."""
+    """The most private and shared memory of this process, without the pages of files that it maps, as a thread sees it.
+    VmHWM, beside it, has those too."""
 
     def __init__(self) -> None:
         self.most = self.now()
@@ -62,7 +78,10 @@ def worker(args: argparse.Namespace) -> None:
             importlib.import_module(name)
         live["config"] = Config(args.layers, args.width, args.heads, args.seq, args.batch)
         live["mesh"] = mesh = fz.make_mesh(device="cpu")
-        live["batches"] = [tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(live["config"], args.steps + 1)]
+        live["batches"] = [
+            tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch)
+            for batch in make_batches(live["config"], args.steps + 1)
+        ]
 
     def build(where: str) -> dict[str, float]:
         from model import make_init, make_loss
@@ -90,11 +109,20 @@ def worker(args: argparse.Namespace) -> None:
             seconds = time.perf_counter() - begin
             out.append({"step_s": seconds, "loss": loss, **{k: v - before[k] for k, v in _moved(files).items()}})
         planned = train.plan.peak_bytes / 1e9
-        return {"steps": out, "planned_gb": planned, "resting_gb": _gb(rss_mib() - live["empty"]), "direct": all(f.direct for f in files), **grown("steps")}
+        return {
+            "steps": out,
+            "planned_gb": planned,
+            "resting_gb": _gb(rss_mib() - live["empty"]),
+            "direct": all(f.direct for f in files),
+            **grown("steps"),
+        }
 
     def grown(when: str) -> dict[str, float]:
         """GB above the empty process at the peak since the last time."""
-        out = {f"{when}_peak_gb": _gb(peak_mib() - live["empty"]), f"{when}_private_gb": _gb(live["watch"].most - live["empty_private"])}
+        out = {
+            f"{when}_peak_gb": _gb(peak_mib() - live["empty"]),
+            f"{when}_private_gb": _gb(live["watch"].most - live["empty_private"]),
+        }
         reset_peak()
         live["watch"].most = live["watch"].now()
         return out
@@ -118,7 +146,10 @@ def _files(state: Any) -> list[Any]:
 
 
 def _moved(files: list[Any]) -> dict[str, float]:
-    return {"disk_gb": sum(f.bytes_read + f.bytes_written for f in files) / 1e9, "disk_s": sum(f.busy_seconds for f in files)}
+    return {
+        "disk_gb": sum(f.bytes_read + f.bytes_written for f in files) / 1e9,
+        "disk_s": sum(f.busy_seconds for f in files),
+    }
 
 
 def _gb(mib: float) -> float:
@@ -138,10 +169,21 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 built = group.ask("build", where=where)
                 ranks = [a | b for a, b in zip(built, group.ask("steps"), strict=True)]
                 group.ask("leave")
-            steps = [{k: max(rank["steps"][i][k] for rank in ranks) for k in ranks[0]["steps"][i]} for i in range(args.steps + 1)]
-            point = {k: max(rank[k] for rank in ranks) for k in ranks[0] if k != "steps"} | {"steps": steps}  # of the ranks the one with more
-            points.append({"processes": processes, "where": where, **point, "direct": all(rank["direct"] for rank in ranks)})
-            print(f"{_title(points[-1])}: {_peak(points[-1]):.2f} GB, {steps[-1]['step_s']:.1f} s a step", file=sys.stderr, flush=True)
+            steps = [
+                {k: max(rank["steps"][i][k] for rank in ranks) for k in ranks[0]["steps"][i]}
+                for i in range(args.steps + 1)
+            ]
+            point = {k: max(rank[k] for rank in ranks) for k in ranks[0] if k != "steps"} | {
+                "steps": steps
+            }  # of the ranks the one with more
+            points.append(
+                {"processes": processes, "where": where, **point, "direct": all(rank["direct"] for rank in ranks)}
+            )
+            print(
+                f"{_title(points[-1])}: {_peak(points[-1]):.2f} GB, {steps[-1]['step_s']:.1f} s a step",
+                file=sys.stderr,
+                flush=True,
+            )
     return points
 
 
@@ -169,28 +211,69 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> None:
         disk = (f"{moved:.2f}", f"{moved / seconds:.2f}", f"{moved / busy:.2f}") if moved else ("", "", "")
         private = max(x["build_private_gb"], x["steps_private_gb"])
         memory = (f"{x[k]:.2f}" for k in ("resting_gb", "build_peak_gb", "steps_peak_gb"))
-        rows.append((_title(x), *memory, f"{private:.2f}", f"{x['planned_gb']:.2f}", f"{x['build_s']:.1f}", f"{seconds:.2f}", *disk))
+        rows.append(
+            (
+                _title(x),
+                *memory,
+                f"{private:.2f}",
+                f"{x['planned_gb']:.2f}",
+                f"{x['build_s']:.1f}",
+                f"{seconds:.2f}",
+                *disk,
+            )
+        )
         if x["where"] == "disk":
-            verdicts.append(f"{_title(x)}: at most {_peak(x):.2f} GB above the empty process, {LIMIT_GB:g} wanted: {verdict(_peak(x), LIMIT_GB)}")
+            verdicts.append(
+                f"{_title(x)}: at most {_peak(x):.2f} GB above the empty process, {LIMIT_GB:g} wanted: "
+                f"{verdict(_peak(x), LIMIT_GB)}"
+            )
     by_case = {(x["processes"], x["where"]): [step["loss"] for step in x["steps"]] for x in points}
     for processes in args.processes:
         plain, disk = (by_case.get((processes, where)) for where in WHERE)
         if plain and disk:
             same = "met" if plain == disk else f"MISSED: {plain} in memory, {disk} on disk"
-            verdicts.append(f"{processes} process{'es' if processes > 1 else ''}: losses of {len(disk)} steps equal bit for bit to those in memory: {same}")
+            verdicts.append(
+                f"{processes} process{'es' if processes > 1 else ''}: losses of {len(disk)} steps equal bit for bit to "
+                f"those in memory: {same}"
+            )
     direct = all(x["direct"] for x in points if x["where"] == "disk")
     notes = [
-        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}), fp32 masters, AdamW: "
-        f"{12 * config.num_params / 1e9:.2f} GB of state; sequence {config.seq}, global batch {config.batch}, remat full, {args.threads} threads in all, "
+        f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}), fp32 masters, "
+        f"AdamW: "
+        f"{12 * config.num_params / 1e9:.2f} GB of state; sequence {config.seq}, global batch {config.batch}, remat "
+        f"full, {args.threads} threads in all, "
         f"{args.backend} backend; {'O_DIRECT' if direct else 'through the page cache'}. The rank with more.",
-        f"GB of memory are resident, above what the process had with all libraries imported: between steps, at the peak of init, at the peak of "
-        f"{args.steps + 1} steps with compilation; private at the peak of all, without pages of mapped files; as planned, without what libraries take.",
-        f"Seconds and disk: means of {args.steps} steps after the first; GB a step read and written, over its time, and over the time the disk was busy.",
+        f"GB of memory are resident, above what the process had with all libraries imported: between steps, at the "
+        f"peak of init, at the peak of "
+        f"{args.steps + 1} steps with compilation; private at the peak of all, without pages of mapped files; as "
+        f"planned, without what libraries take.",
+        f"Seconds and disk: means of {args.steps} steps after the first; GB a step read and written, over its time, "
+        f"and over the time the disk was busy.",
         *(f"{_title(x)}: losses {', '.join(format(step['loss'], '.6f') for step in x['steps'])}" for x in points),
         *verdicts,
     ]
-    columns = ("", "at rest GB", "init GB", "steps GB", "private GB", "planned GB", "init s", "step s", "disk GB a step", "GB/s", "GB/s busy")
-    publish(args.name, "A model larger than memory", columns, rows, notes, {"settings": settings(args, "path"), "points": points}, args.out)
+    columns = (
+        "",
+        "at rest GB",
+        "init GB",
+        "steps GB",
+        "private GB",
+        "planned GB",
+        "init s",
+        "step s",
+        "disk GB a step",
+        "GB/s",
+        "GB/s busy",
+    )
+    publish(
+        args.name,
+        "A model larger than memory",
+        columns,
+        rows,
+        notes,
+        {"settings": settings(args, "path"), "points": points},
+        args.out,
+    )
 
 
 def main() -> None:
@@ -204,9 +287,13 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     model_flags(parser, layers=40, width=1024, heads=16, seq=256, batch=2)
-    parser.add_argument("--path", nargs="+", default=[tempfile.gettempdir()], help="directories on the disk that holds the state")
+    parser.add_argument(
+        "--path", nargs="+", default=[tempfile.gettempdir()], help="directories on the disk that holds the state"
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE), help="in memory is what losses are compared with")
+    parser.add_argument(
+        "--where", nargs="+", choices=WHERE, default=list(WHERE), help="in memory is what losses are compared with"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of all processes")
     parser.add_argument("--steps", type=int, default=2, help="after the first")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")

@@ -1,10 +1,12 @@
-"""What Python costs: the part of a step spent outside blocks and transfers, in a deep and narrow model where little else is left.
+"""What Python costs: the part of a step spent outside blocks and transfers, in a deep and narrow model where little
+else is left.
 
     python benchmarks/overhead.py                   # 64 layers of width 64, about 3 minutes on 2 cores
 
-The program that trains runs with a clock around every function and every transfer it names; what is left of the step's wall time is its own
-lines, the checks of state and batch before them, and the small operations that are neither (casts, shards, copies of new parameters). The clocks'
-own time is in it. A second run has none, to say how long a step takes without them.
+The program that trains runs with a clock around every function and every transfer it names; what is left of the step's
+wall time is its own lines, the checks of state and batch before them, and the small operations that are neither (casts,
+shards, copies of new parameters). The clocks' own time is in it. A second run has none, to say how long a step takes
+without them.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ def worker(args: argparse.Namespace) -> None:
                 times.clear()
             whole = one()
             inside = {kind: sum(times) for kind, times in spent.items()}
-            points.append({"step_s": whole, **{f"{k}_s": v for k, v in inside.items()}, "outside_s": whole - inside["blocks"] - inside["transfers"]})
+            points.append(
+                {
+                    "step_s": whole,
+                    **{f"{k}_s": v for k, v in inside.items()},
+                    "outside_s": whole - inside["blocks"] - inside["transfers"],
+                }
+            )
         calls = {kind: len(times) for kind, times in spent.items()}
         return {"plain_s": statistics.median(plain), "points": points, "lines": len(lines), "calls": calls}
 
@@ -91,7 +99,9 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for processes in args.processes:
         for stage in args.stages:
-            with Group(__file__, processes, passed_on(args, *MODEL, "backend", "steps", "warmup"), timeout=1200) as group:
+            with Group(
+                __file__, processes, passed_on(args, *MODEL, "backend", "steps", "warmup"), timeout=1200
+            ) as group:
                 answers = group.ask("measure", stage=stage)
             middle = [{k: statistics.median(p[k] for p in x["points"]) for k in x["points"][0]} for x in answers]
             slower = max(range(len(answers)), key=lambda rank: middle[rank]["outside_s"])
@@ -102,18 +112,32 @@ def main() -> None:
 def report(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     rows, notes = [], []
     for name, x in found.items():
-        milliseconds = [f"{1e3 * x[k]:.2f}" for k in ("plain_s", "step_s", "blocks_s", "transfers_s", "other_s", "outside_s")]
+        milliseconds = [
+            f"{1e3 * x[k]:.2f}" for k in ("plain_s", "step_s", "blocks_s", "transfers_s", "other_s", "outside_s")
+        ]
         rows.append((name, x["lines"], *milliseconds))
         outside = 1e3 * x["outside_s"]
-        notes.append(f"{name}: {outside:.2f} ms outside blocks and transfers, under {LIMIT_MS:g} wanted: {verdict(outside, LIMIT_MS)}")
+        notes.append(
+            f"{name}: {outside:.2f} ms outside blocks and transfers, under {LIMIT_MS:g} wanted: "
+            f"{verdict(outside, LIMIT_MS)}"
+        )
     columns = ("", "lines", "step ms", "with clocks ms", "blocks ms", "transfers ms", "other lines ms", "outside ms")
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, one thread a process, {args.backend} backend; "
+        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, one thread a "
+        f"process, {args.backend} backend; "
         f"medians of {args.steps} steps, the rank with more.",
         "Outside: the step with clocks, less blocks and transfers; the other lines are part of it.",
         *notes,
     ]
-    publish(args.name, "Python's part of a step", columns, rows, notes, {"settings": settings(args), "points": found}, args.out)
+    publish(
+        args.name,
+        "Python's part of a step",
+        columns,
+        rows,
+        notes,
+        {"settings": settings(args), "points": found},
+        args.out,
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,12 +3,14 @@
     python benchmarks/peers.py                      # 4 layers of width 512: about 11 minutes on 2 cores
     python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: 90 seconds a contestant
     python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
-    python benchmarks/peers.py --offload            # ZeRO-3 with the optimizer on the host, beside itself and DeepSpeed: 2 minutes
+    python benchmarks/peers.py --offload            # ZeRO-3 with the optimizer on the host, beside itself and
+    DeepSpeed: 2 minutes
 
-All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A contestant is a pair of
-processes that steps when it is told to; the others wait. Rounds are short and many, each in an order of its own, so drift of the machine meets all alike;
-what is compared are ratios within a round.
-The large model lives with one contestant at a time, which are started anew in every round: memory is for the one that steps.
+All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A
+contestant is a pair of processes that steps when it is told to; the others wait. Rounds are short and many, each in an
+order of its own, so drift of the machine meets all alike; what is compared are ratios within a round.
+The large model lives with one contestant at a time, which are started anew in every round: memory is for the one that
+steps.
 """
 
 from __future__ import annotations
@@ -25,8 +27,28 @@ from common import RESULTS, model_flags, publish, verdict
 from contestants import CONTESTANTS, contest_flags, installed, start
 
 PRESETS = {
-    "small": {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8, "warmup": 2, "rounds": 15, "steps": 2, "turns": False},
-    "large": {"layers": 8, "width": 768, "heads": 12, "seq": 256, "batch": 8, "warmup": 1, "rounds": 3, "steps": 2, "turns": True},
+    "small": {
+        "layers": 4,
+        "width": 512,
+        "heads": 8,
+        "seq": 128,
+        "batch": 8,
+        "warmup": 2,
+        "rounds": 15,
+        "steps": 2,
+        "turns": False,
+    },
+    "large": {
+        "layers": 8,
+        "width": 768,
+        "heads": 12,
+        "seq": 256,
+        "batch": 8,
+        "warmup": 1,
+        "rounds": 3,
+        "steps": 2,
+        "turns": True,
+    },
 }
 
 CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, within a round, and the most that is wanted
@@ -100,7 +122,13 @@ class Contest:
         seconds = max(a["setup_s"] + b["wall_s"] for a, b in zip(setup, first, strict=True))
         if not again:
             losses = _mean_losses(first) + (_mean_losses(warm) if warm else [])
-            self.found[name] = {"first_step_s": seconds, "warm_first_step_s": [], "losses": losses, "rounds": [], **{k: [] for k in FIELDS}}
+            self.found[name] = {
+                "first_step_s": seconds,
+                "warm_first_step_s": [],
+                "losses": losses,
+                "rounds": [],
+                **{k: [] for k in FIELDS},
+            }
         else:
             self.found[name]["warm_first_step_s"].append(seconds)
         self.found[name]["build_growth_mib"].append(growth)
@@ -109,7 +137,9 @@ class Contest:
 
 def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
     """What every contestant took: seconds by round, memory, losses."""
-    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as caches:  # nothing is compiled before the first start
+    with tempfile.TemporaryDirectory(
+        prefix="fzero-bench-", ignore_cleanup_errors=True
+    ) as caches:  # nothing is compiled before the first start
         contest = Contest(args, caches)
         try:
             for number in range(args.rounds):
@@ -121,7 +151,9 @@ def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, A
     for found in contest.found.values():
         found |= {k: statistics.median(r[k] for r in found["rounds"]) for k in ("wall_s", "cpu_s")}
         found |= {f"{k}_by_round": found[k] for k in FIELDS} | {k: statistics.median(found[k]) for k in FIELDS}
-        found["build_growth_mib"] = found["build_growth_mib_by_round"][0]  # cold: later starts find what the first has compiled
+        found["build_growth_mib"] = found["build_growth_mib_by_round"][
+            0
+        ]  # cold: later starts find what the first has compiled
     return contest.found
 
 
@@ -141,7 +173,9 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
         for kind in ("cpu_s", "wall_s"):
             if top not in found or bottom not in found:
                 continue
-            both = top.endswith("bf16") or CONTESTANTS[top].offload  # of bf16 the kernels differ, not the waits; of what is offloaded both may
+            both = (
+                top.endswith("bf16") or CONTESTANTS[top].offload
+            )  # of bf16 the kernels differ, not the waits; of what is offloaded both may
             wanted = limit if kind == "cpu_s" or both else None
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
             name, middle = f"{top} / {bottom}, {kind}", statistics.median(each)
@@ -151,22 +185,36 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
         ours, ddp = found["fzero_zero3"], found["ddp"]
         limit = PEAK_LIMIT if args.model == "large" else None
         whole_run = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
-        for when, value in (("whole run", whole_run[0] / whole_run[1]), ("steps", ours["growth_mib"] / ddp["growth_mib"])):
+        for when, value in (
+            ("whole run", whole_run[0] / whole_run[1]),
+            ("steps", ours["growth_mib"] / ddp["growth_mib"]),
+        ):
             name = f"fzero_zero3 / ddp, growth of the peak, {when}"
             data[name] = {"value": value, "limit": limit}
             notes.append(f"{name}: {value:.3f}" + _wanted(value, limit))
     for name in (n for n, x in found.items() if "least_mib" in x):
         x, limit = found[name], LEAST_LIMIT if args.model == "large" and not CONTESTANTS[name].bf16 else None
-        data[f"{name}, growth of the peak / closed form"] = {"value": x["growth_mib"] / x["least_mib"], "limit": limit, "least_mib": x["least_mib"]}
+        data[f"{name}, growth of the peak / closed form"] = {
+            "value": x["growth_mib"] / x["least_mib"],
+            "limit": limit,
+            "least_mib": x["least_mib"],
+        }
         ratio, planned = x["growth_mib"] / x["least_mib"], x["planned_mib"] / x["least_mib"]
-        text = f"{name}, growth of the peak / closed form of {x['least_mib']:.0f} MiB: {ratio:.3f}{_wanted(ratio, limit)}"
-        notes.append(f"{text}; planned peak, {x['planned_mib']:.0f} MiB, / closed form: {planned:.3f}{_wanted(planned, limit)}")
+        text = (
+            f"{name}, growth of the peak / closed form of {x['least_mib']:.0f} MiB: {ratio:.3f}{_wanted(ratio, limit)}"
+        )
+        notes.append(
+            f"{text}; planned peak, {x['planned_mib']:.0f} MiB, / closed form: {planned:.3f}{_wanted(planned, limit)}"
+        )
     fp32 = [n for n in found if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
     if len(fp32) > 1:
         spread = [(max(at) - min(at)) / min(at) for at in zip(*(found[n]["losses"] for n in fp32), strict=True)]
         worst = max(spread)
         data["fp32 losses agree"] = {"value": worst, "limit": LOSS_LIMIT, "step": spread.index(worst)}
-        notes.append(f"fp32 losses agree, largest relative difference: {worst:.1e} at step {spread.index(worst)}{_wanted(worst, LOSS_LIMIT)}")
+        notes.append(
+            f"fp32 losses agree, largest relative difference: {worst:.1e} at step "
+            f"{spread.index(worst)}{_wanted(worst, LOSS_LIMIT)}"
+        )
     return data, notes
 
 
@@ -202,21 +250,40 @@ def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str
             )
         )
     notes = [
-        f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} heads), sequence {config.seq}, "
-        f"global batch {config.batch}, AdamW ({args.optimizer} for the peers), clipping; {args.processes} processes with one thread each: peers over gloo, "
+        f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
+        f"heads), sequence {config.seq}, "
+        f"global batch {config.batch}, AdamW ({args.optimizer} for the peers), clipping; {args.processes} processes "
+        f"with one thread each: peers over gloo, "
         "fzero through shared memory unless it says gloo.",
         f"Seconds a step: medians of {args.rounds} interleaved rounds of {args.steps} steps, "
         + ("every contestant started anew in each." if args.turns else "all contestants alive throughout."),
-        f"CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} threads and the whole batch, "
+        f"CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} "
+        f"threads and the whole batch, "
         "its seconds are divided.",
-        "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an eager module's.",
-        "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above what it had before the model "
+        "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an "
+        "eager module's.",
+        "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above "
+        "what it had before the model "
         "was built, with torch's compiler imported by all, while building and warming up, and in the steps measured.",
     ]
     columns = ("", "wall s", "CPU s", "above the floor", "first step s", "build MiB", "steps MiB", "last loss")
     settings = {k: v for k, v in vars(args).items() if k != "out"}
-    data = {"settings": settings, "contestants": found, "floors": {"bf16" if k else "fp32": v for k, v in floor.items()}, "ratios": ratios}
-    publish(args.name, "One step, beside its peers", columns, rows, notes + verdicts, data, args.out, lambda figure: draw(figure, names, found, floor))
+    data = {
+        "settings": settings,
+        "contestants": found,
+        "floors": {"bf16" if k else "fp32": v for k, v in floor.items()},
+        "ratios": ratios,
+    }
+    publish(
+        args.name,
+        "One step, beside its peers",
+        columns,
+        rows,
+        notes + verdicts,
+        data,
+        args.out,
+        lambda figure: draw(figure, names, found, floor),
+    )
 
 
 def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor: dict[bool, float]) -> None:
@@ -226,14 +293,26 @@ def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor:
     left, right = figure.subplots(1, 2, sharey=True)
     left.barh(titles, [found[n]["cpu_s"] for n in shown], color=colors)
     for bf16, seconds in floor.items():
-        left.axvline(seconds, color="black", linewidth=0.8, linestyle=":" if bf16 else "--", label=f"floor, {'bf16' if bf16 else 'fp32'}")
+        left.axvline(
+            seconds,
+            color="black",
+            linewidth=0.8,
+            linestyle=":" if bf16 else "--",
+            label=f"floor, {'bf16' if bf16 else 'fp32'}",
+        )
     if floor:
         left.legend(frameon=False, loc="lower right")
     left.set_xlabel("CPU seconds a step and rank")
     if (slow := max(found[n]["cpu_s"] for n in shown)) > 20 * min(found[n]["cpu_s"] for n in shown):
         left.set_xscale("log")
         left.set_xlim(right=1.5 * slow)
-    right.barh(titles, [max(found[n]["growth_mib"], found[n]["build_growth_mib"]) for n in shown], color=colors, alpha=0.35, label="building too")
+    right.barh(
+        titles,
+        [max(found[n]["growth_mib"], found[n]["build_growth_mib"]) for n in shown],
+        color=colors,
+        alpha=0.35,
+        label="building too",
+    )
     right.barh(titles, [found[n]["growth_mib"] for n in shown], color=colors, label="steps")
     right.set_xlabel("growth of the peak, MiB a rank (pale: while building)")
 
@@ -245,7 +324,11 @@ def _wanted(value: float, limit: float | None) -> str:
 def main() -> None:
     args = _arguments()
     missing = [n for n in CONTESTANTS if not installed(n)]
-    names = args.only or [n for n in OFFLOAD if args.offload and n not in missing] or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
+    names = (
+        args.only
+        or [n for n in OFFLOAD if args.offload and n not in missing]
+        or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
+    )
     if missing:
         print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
     report(args, names, measure(args, names))
@@ -253,14 +336,25 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=list(PRESETS), default="small", help="what the flags below are unless given: " + str(PRESETS))
+    parser.add_argument(
+        "--model", choices=list(PRESETS), default="small", help="what the flags below are unless given: " + str(PRESETS)
+    )
     model_flags(parser)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--warmup", type=int, help="steps after the first that are not measured")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="a round")
-    parser.add_argument("--turns", action=argparse.BooleanOptionalAction, help="one contestant alive at a time, started anew every round")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help=f"default: all but {', '.join(n for n, x in CONTESTANTS.items() if x.optional)}")
+    parser.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        help="one contestant alive at a time, started anew every round",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(CONTESTANTS),
+        help=f"default: all but {', '.join(n for n, x in CONTESTANTS.items() if x.optional)}",
+    )
     parser.add_argument("--offload", action="store_true", help=f"only {', '.join(OFFLOAD)}")
     contest_flags(parser)
     parser.add_argument("--name", help="of the files in --out; default: peers, peers_large, peers_offload")
@@ -269,7 +363,9 @@ def _arguments() -> argparse.Namespace:
     for flag, value in PRESETS[args.model].items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-    args.name = args.name or "_".join(["peers", *([args.model] if args.model != "small" else []), *(["offload"] if args.offload else [])])
+    args.name = args.name or "_".join(
+        ["peers", *([args.model] if args.model != "small" else []), *(["offload"] if args.offload else [])]
+    )
     return args
 
 

@@ -1,10 +1,12 @@
-"""Whether memory is what the plan said: predicted and measured peak of a step, for combinations of transforms and sizes.
+"""Whether memory is what the plan said: predicted and measured peak of a step, for combinations of transforms and
+sizes.
 
     python benchmarks/plan_memory.py                        # about two minutes
     python benchmarks/plan_memory.py --backend inductor     # with compilation, about ten
 
-Measured are the bytes of tensors alive at once: those of the state and the batch, the pool, and every allocation of PyTorch's allocator during one step,
-as its profiler writes them down. What libraries allocate by themselves is not in it.
+Measured are the bytes of tensors alive at once: those of the state and the batch, the pool, and every allocation of
+PyTorch's allocator during one step, as its profiler writes them down. What libraries allocate by themselves is not in
+it.
 """
 
 from __future__ import annotations
@@ -43,11 +45,18 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     mesh = fz.make_mesh()
 
-    def peak(size: dict[str, int], stage: int, remat: str = "min_cut", accumulate: int = 1, precision: str = "fp32") -> dict[str, Any]:
+    def peak(
+        size: dict[str, int], stage: int, remat: str = "min_cut", accumulate: int = 1, precision: str = "fp32"
+    ) -> dict[str, Any]:
         """Peak bytes of the second step on this rank, predicted and measured."""
         config = Config(**size, heads=4, batch=args.batch)
         step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4)))
-        step = fz.compose(getattr(fz, STAGES[stage])(axis="data"), fz.remat(remat), fz.accumulate(accumulate), fz.mixed_precision(precision))(step)
+        step = fz.compose(
+            getattr(fz, STAGES[stage])(axis="data"),
+            fz.remat(remat),
+            fz.accumulate(accumulate),
+            fz.mixed_precision(precision),
+        )(step)
         train = fz.compile(step, mesh, backend=args.backend)
         state = train.init(make_init(config), fz.random.key(0))
         batch = tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in make_batches(config, 1)[0])
@@ -55,7 +64,13 @@ def worker(args: argparse.Namespace) -> None:
         plan = train.plan
         inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fz.tree.leaves((state, batch))}
         measured = sum(inputs.values()) + plan.pool_bytes + allocated(lambda: train(state, batch), mesh.device)
-        return {"predicted": plan.peak_bytes, "measured": measured, "resting": plan.resting_bytes, "pool": plan.pool_bytes, "line": plan.peak_line.text}
+        return {
+            "predicted": plan.peak_bytes,
+            "measured": measured,
+            "resting": plan.resting_bytes,
+            "pool": plan.pool_bytes,
+            "line": plan.peak_line.text,
+        }
 
     serve({"peak": peak})
     fz.close_mesh()
@@ -80,11 +95,15 @@ def main() -> None:
         off.append(abs(error))
         name = ", ".join([STAGES[x["stage"]], *(f"{k} {x[k]}" for k in ("remat", "accumulate", "precision") if k in x)])
         size = f"{x['layers']} x {x['width']}, {x['seq']}"
-        rows.append((name, x["ranks"], size, f"{x['predicted'] / 1e6:.3f}", f"{x['measured'] / 1e6:.3f}", f"{error:+.2%}"))
+        rows.append(
+            (name, x["ranks"], size, f"{x['predicted'] / 1e6:.3f}", f"{x['measured'] / 1e6:.3f}", f"{error:+.2%}")
+        )
     missed = sum(e > LIMIT for e in off)
     notes = [
-        f"{args.backend} backend, global batch {args.batch}, AdamW with clipping; size: layers x width, sequence; MB of the fullest rank.",
-        f"within {LIMIT:.0%} of what was planned, all {len(points)}: {f'MISSED by {missed}' if missed else 'met'}; the worst is off by {max(off):.2%}",
+        f"{args.backend} backend, global batch {args.batch}, AdamW with clipping; size: layers x width, sequence; MB "
+        f"of the fullest rank.",
+        f"within {LIMIT:.0%} of what was planned, all {len(points)}: {f'MISSED by {missed}' if missed else 'met'}; the "
+        f"worst is off by {max(off):.2%}",
     ]
     columns = ("transforms", "ranks", "size", "predicted", "measured", "predicted - measured")
     data = {"settings": {"backend": args.backend, "batch": args.batch, "ranks": args.ranks}, "points": points}

@@ -1,10 +1,11 @@
-"""Whether a step takes as long as the plan said: predicted and measured seconds, for combinations of transforms and sizes.
+"""Whether a step takes as long as the plan said: predicted and measured seconds, for combinations of transforms and
+sizes.
 
     python benchmarks/plan_time.py                          # calibrates this machine first; about 10 minutes on 2 cores
     python benchmarks/plan_time.py --device cpu             # how far off the generic device is
 
-All configurations live in the same processes and take turns, so that drift of the machine meets all alike. The prediction is made before the
-first step, from the program and the device's rates alone.
+All configurations live in the same processes and take turns, so that drift of the machine meets all alike. The
+prediction is made before the first step, from the program and the device's rates alone.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def worker(args: argparse.Namespace) -> None:
         """Seconds that one step spends at its transfers' starts and waits."""
         train, state, batch = live[which]
         live[which][1], events = train.profile(state, batch)
-        transfers = {line for line, (x, _) in enumerate(train.program.walk()) if x.op == "wait" or x.op.endswith("_start")}
+        transfers = {
+            line for line, (x, _) in enumerate(train.program.walk()) if x.op == "wait" or x.op.endswith("_start")
+        }
         return sum(e.seconds for e in events if e.queue == "compute" and e.line in transfers)
 
     serve({"learn": learn, "build": build, "steps": steps, "exposed": exposed})
@@ -116,7 +119,9 @@ def main() -> None:
 
 
 def _name(point: dict[str, Any]) -> str:
-    return ", ".join([STAGES[point["stage"]], *(f"{k} {point[k]}" for k in ("precision", "remat") if k in point), point["size"]])
+    return ", ".join(
+        [STAGES[point["stage"]], *(f"{k} {point[k]}" for k in ("precision", "remat") if k in point), point["size"]]
+    )
 
 
 def report(args: argparse.Namespace, points: list[dict[str, Any]], device: dict[str, Any]) -> None:
@@ -128,16 +133,32 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: dict[
         rows.append((_name(x), *(f"{s:.3f}" for s in seconds), f"{x['off']:+.1%}", *(f"{s:.3f}" for s in transfers)))
     worst = max(abs(x["off"]) for x in points)
     missed = sum(abs(x["off"]) > LIMIT for x in points)
-    sizes = {x["size"]: f"{x['size']}: {x['layers']} layers, width {x['width']}, sequence {x['seq']}, global batch {x['batch']}" for x in points}
+    sizes = {
+        x[
+            "size"
+        ]: f"{x['size']}: {x['layers']} layers, width {x['width']}, sequence {x['seq']}, global batch {x['batch']}"
+        for x in points
+    }
     notes = [
-        f"{'; '.join(sizes.values())}. {args.processes} processes with one thread each, {args.backend} backend; medians of {args.rounds} interleaved rounds "
+        f"{'; '.join(sizes.values())}. {args.processes} processes with one thread each, {args.backend} backend; "
+        f"medians of {args.rounds} interleaved rounds "
         f"of {args.steps} steps, the slower rank.",
-        f"Planned for {device['name']}: {device['source']}. Transfers: seconds that a step waits for them; measured with a clock around every line.",
-        f"step time within {LIMIT:.0%} of what was planned, {len(points) - missed} of {len(points)}: {verdict(worst, LIMIT)}; the worst is off by {worst:.1%}",
+        f"Planned for {device['name']}: {device['source']}. Transfers: seconds that a step waits for them; measured "
+        f"with a clock around every line.",
+        f"step time within {LIMIT:.0%} of what was planned, {len(points) - missed} of {len(points)}: "
+        f"{verdict(worst, LIMIT)}; the worst is off by {worst:.1%}",
     ]
     columns = ("", "planned s", "measured s", "planned - measured", "transfers planned s", "measured s")
     settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
-    publish(args.name, "Step time, planned and measured", columns, rows, notes, {"settings": settings, "device": device, "points": points}, args.out)
+    publish(
+        args.name,
+        "Step time, planned and measured",
+        columns,
+        rows,
+        notes,
+        {"settings": settings, "device": device, "points": points},
+        args.out,
+    )
 
 
 def _arguments() -> argparse.Namespace:

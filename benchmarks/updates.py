@@ -1,4 +1,5 @@
-"""fzero's updates as functions to be called alone: what the program of a step has for an optimizer, for parameters of given sizes."""
+"""fzero's updates as functions to be called alone: what the program of a step has for an optimizer, for parameters of
+given sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
         return sum((w * batch).sum() for w in params.values())
 
     params = {f"w{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
-    program = fz.lower(fz.train_step(loss, optimizer), fz.AbstractMesh(data=1), params, torch.empty((), device="meta")).program
+    program = fz.lower(
+        fz.train_step(loss, optimizer), fz.AbstractMesh(data=1), params, torch.empty((), device="meta")
+    ).program
     calls = [line for line, _ in program.walk() if line.op == "call"]
     (update,) = [line for line in calls if line.writes]
     known = {"step": torch.tensor(0), "opt_state.count": torch.tensor(0), "loss_sum": torch.tensor(0.0)}
@@ -57,11 +60,14 @@ def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
             run = build({"f": program.functions[line.fn]}, "eager", fz.make_mesh(device="cpu"))["f"]
             results = run(*(known[name] for name in line.args))
             known |= zip((v.name for v in line.out), results if len(line.out) > 1 else [results], strict=True)
-    return Update(program.functions[update.fn], update.args, {name: known[name] for name in update.args if name in known})
+    return Update(
+        program.functions[update.fn], update.args, {name: known[name] for name in update.args if name in known}
+    )
 
 
 def in_bf16(update: Update) -> Update:
-    """The update with gradients in bfloat16, and with the new parameters in bfloat16 as one more written argument each, named `low_w0`, …"""
+    """The update with gradients in bfloat16, and with the new parameters in bfloat16 as one more written argument each,
+    named `low_w0`, …"""
     import torch
     import torch.fx as fx
 

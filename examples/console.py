@@ -1,4 +1,5 @@
-"""What a script needs around its training loop: flags, a view of the progress, a clean stop. Nothing here is about fzero."""
+"""What a script needs around its training loop: flags, a view of the progress, a clean stop. Nothing here is about
+fzero."""
 
 from __future__ import annotations
 
@@ -42,18 +43,33 @@ def described(r: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def progress(
-    args: argparse.Namespace, start: int, describe: Callable[[dict[str, Any]], str] = described, below: Callable[[dict[str, Any]], RenderableType] | None = None
+    args: argparse.Namespace,
+    start: int,
+    describe: Callable[[dict[str, Any]], str] = described,
+    below: Callable[[dict[str, Any]], RenderableType] | None = None,
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes the record of each step: to a live view on a terminal, with what is `below` it, to plain lines elsewhere, and to `--json`."""
+    """A function that takes the record of each step: to a live view on a terminal, with what is `below` it, to plain
+    lines elsewhere, and to `--json`."""
     with contextlib.ExitStack() as stack:
         live = file = bar = None
         losses: list[float] = []
         if RANK == 0 and args.json:
-            lines = Path(args.json).read_text().splitlines(keepends=True) if args.resume and Path(args.json).exists() else []
+            lines = (
+                Path(args.json).read_text().splitlines(keepends=True)
+                if args.resume and Path(args.json).exists()
+                else []
+            )
             file = stack.enter_context(open(args.json, "w"))
-            file.writelines(line for line in lines if json.loads(line)["step"] <= start)  # steps after the checkpoint come again
+            file.writelines(
+                line for line in lines if json.loads(line)["step"] <= start
+            )  # steps after the checkpoint come again
         if RANK == 0 and (console := Console()).is_terminal:
-            bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+            bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             task = bar.add_task("compiling ...", total=args.steps, completed=start)
             live = stack.enter_context(Live(bar, console=console))
 
@@ -100,14 +116,16 @@ INTERRUPT = {"signal": 0, "stepped": False}
 
 
 def on_interrupt(*_: object) -> None:
-    """Ctrl-C (torchrun passes it on, so it may come twice): after the running step, or at once if there was none yet."""
+    """Ctrl-C (torchrun passes it on, so it may come twice): after the running step, or at once if there was none
+    yet."""
     INTERRUPT["signal"] = signal.SIGINT
     if not INTERRUPT["stepped"]:
         raise KeyboardInterrupt("stopped before the first step")
 
 
 def on_terminate(*_: object) -> None:
-    """What schedulers send before they take the machine away, and torchrun to the ranks that are left when one has failed."""
+    """What schedulers send before they take the machine away, and torchrun to the ranks that are left when one has
+    failed."""
     INTERRUPT["signal"] = signal.SIGTERM
 
 
@@ -127,7 +145,8 @@ def stops(mesh: fz.Mesh) -> int:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Runs a script to its end, to a signal, or to an error that is the user's to mend, which is told once and without a traceback."""
+    """Runs a script to its end, to a signal, or to an error that is the user's to mend, which is told once and without
+    a traceback."""
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         run()
@@ -165,13 +184,19 @@ def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace
 
 
 def below_one(args: argparse.Namespace, *names: str) -> list[str]:
-    return [f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1" for name in names if getattr(args, name) < 1]
+    return [
+        f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1" for name in names if getattr(args, name) < 1
+    ]
 
 
 def out_of_range(args: argparse.Namespace, **ranges: tuple[float, float]) -> list[str]:
     """Flags that are not within their least and their most, as NaN is not."""
     values = {name: getattr(args, name) for name in ranges}
-    return [f"--{n.replace('_', '-')} {values[n]:g} is not from {low:g} to {high:g}" for n, (low, high) in ranges.items() if not low <= values[n] <= high]
+    return [
+        f"--{n.replace('_', '-')} {values[n]:g} is not from {low:g} to {high:g}"
+        for n, (low, high) in ranges.items()
+        if not low <= values[n] <= high
+    ]
 
 
 def unwritable(args: argparse.Namespace) -> list[str]:
@@ -196,35 +221,77 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
     p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
     p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
-    p.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded: nothing, optimizer state, gradients too, parameters too")
-    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "auto"), default="bf16", help="to compute in; auto: each block as it can; reductions are fp32")
-    p.add_argument("--fp8", choices=("tensor", "row", "delayed"), help="the layers' products in 8 bits: a scale for each operand, or row, or of earlier steps")
-    p.add_argument("--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters")
+    p.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=3,
+        help="what is sharded: nothing, optimizer state, gradients too, parameters too",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "auto"),
+        default="bf16",
+        help="to compute in; auto: each block as it can; reductions are fp32",
+    )
+    p.add_argument(
+        "--fp8",
+        choices=("tensor", "row", "delayed"),
+        help="the layers' products in 8 bits: a scale for each operand, or row, or of earlier steps",
+    )
+    p.add_argument(
+        "--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters"
+    )
     p.add_argument("--rounding", choices=("stochastic", "nearest"), help="to --params bf16; by default stochastic")
     p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="of Adam's moments")
-    p.add_argument("--label-smoothing", type=float, default=0.0, help="the share of the target that is spread over all bytes")
-    p.add_argument("--z-loss", type=float, default=0.0, help="the weight of the squared log of the softmax's normaliser, e.g. 1e-4")
+    p.add_argument(
+        "--label-smoothing", type=float, default=0.0, help="the share of the target that is spread over all bytes"
+    )
+    p.add_argument(
+        "--z-loss", type=float, default=0.0, help="the weight of the squared log of the softmax's normaliser, e.g. 1e-4"
+    )
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--seed", **WHOLE, default=0)
-    p.add_argument("--deterministic", action="store_true", help="the same bits every time, on every device; prints a digest of the parameters at the end")
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits every time, on every device; prints a digest of the parameters at the end",
+    )
     p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
-    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any, on any number of processes and --zero stage")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in --out, if any, on any number of processes and --zero stage",
+    )
     p.add_argument("--save-every", **WHOLE, default=50)
-    p.add_argument("--timeout", type=float, metavar="SECONDS", default=600.0, help="how long a rank waits for another before it gives up")
+    p.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        default=600.0,
+        help="how long a rank waits for another before it gives up",
+    )
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
     p.add_argument("--stop-on-nan", action="store_true")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
         problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
-        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE))
+        problems += out_of_range(
+            args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE)
+        )
         if not problems and args.width % args.heads:
             problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
         elif not problems and args.width // args.heads % 2:
-            problems.append(f"--width {args.width} / --heads {args.heads} is odd: rotary positions turn pairs of features")
+            problems.append(
+                f"--width {args.width} / --heads {args.heads} is odd: rotary positions turn pairs of features"
+            )
         if not problems and args.batch % (WORLD * args.accumulate):
-            problems.append(f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {WORLD} processes x --accumulate {args.accumulate}")
+            problems.append(
+                f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {WORLD} processes x "
+                f"--accumulate {args.accumulate}"
+            )
         return problems
 
     return parsed(p, problems_of)

@@ -54,14 +54,20 @@ def meta(*shape, dtype=torch.float32):
 
 def layer():
     attention = {"norm": meta(WIDTH), "qkv": meta(WIDTH, 3 * WIDTH), "out": meta(WIDTH, WIDTH)}
-    return {"attention": attention, "mlp": {"norm": meta(WIDTH), "up": meta(WIDTH, 4 * WIDTH), "down": meta(4 * WIDTH, WIDTH)}}
+    return {
+        "attention": attention,
+        "mlp": {"norm": meta(WIDTH), "up": meta(WIDTH, 4 * WIDTH), "down": meta(4 * WIDTH, WIDTH)},
+    }
 
 
 def trillion(batch=1, layers=LAYERS):
     """A step with its transforms, its parameters, and one rank's batch."""
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16", reduce="bf16"), fz.remat("full"))(step)
-    params = {"embed": {"token": meta(VOCAB, WIDTH), "position": meta(SEQ, WIDTH)}, "layers": [layer() for _ in range(layers)]}
+    params = {
+        "embed": {"token": meta(VOCAB, WIDTH), "position": meta(SEQ, WIDTH)},
+        "layers": [layer() for _ in range(layers)],
+    }
     params["head"] = {"norm": meta(WIDTH), "vocab": meta(WIDTH, VOCAB)}
     tokens = meta(batch, SEQ, dtype=torch.int64)
     return step, params, (tokens, tokens)

@@ -1,6 +1,8 @@
-"""A Llama of 7 billion parameters on one GPU of 24 GB, in a machine with 64 GB of memory and an NVMe: what a step takes, before there is a machine.
+"""A Llama of 7 billion parameters on one GPU of 24 GB, in a machine with 64 GB of memory and an NVMe: what a step
+takes, before there is a machine.
 
-fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 --budget 22GB --host-budget 58GB --disk-budget 500GB
+fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 --budget 22GB --host-budget 58GB --disk-budget
+500GB
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def layer(p, x):
     b, t, d = x.shape
     h = norm(p["norm_1"], x)
     q, k, v = ((h @ p[name]).view(b, t, HEADS, d // HEADS).transpose(1, 2) for name in ("q", "k", "v"))
-    x = x + F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True).transpose(1, 2).reshape(b, t, d) @ p["out"]
+    x = (
+        x
+        + F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        @ p["out"]
+    )
     h = norm(p["norm_2"], x)
     return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
@@ -59,13 +65,30 @@ def meta(*shape, dtype=torch.float32):
 
 def weights():
     squares = {name: meta(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
-    return {"norm_1": meta(WIDTH), "norm_2": meta(WIDTH), **squares, "gate": meta(WIDTH, HIDDEN), "up": meta(WIDTH, HIDDEN), "down": meta(HIDDEN, WIDTH)}
+    return {
+        "norm_1": meta(WIDTH),
+        "norm_2": meta(WIDTH),
+        **squares,
+        "gate": meta(WIDTH, HIDDEN),
+        "up": meta(WIDTH, HIDDEN),
+        "down": meta(HIDDEN, WIDTH),
+    }
 
 
 def headline(micro_batches=4, layers=LAYERS, vertical=True):
-    """A step with its transforms, its parameters, and one rank's batch: bf16 with fp32 masters, clipped by the global norm, 8 sequences a micro-batch."""
+    """A step with its transforms, its parameters, and one rank's batch: bf16 with fp32 masters, clipped by the global
+    norm, 8 sequences a micro-batch."""
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
-    transforms = (fz.mixed_precision("bf16"), fz.remat("full"), fz.accumulate(micro_batches, vertical=vertical), fz.offload("auto", path="."))
-    params = {"embed": {"token": meta(VOCAB, WIDTH)}, "layers": [weights() for _ in range(layers)], "head": {"norm": meta(WIDTH), "vocab": meta(WIDTH, VOCAB)}}
+    transforms = (
+        fz.mixed_precision("bf16"),
+        fz.remat("full"),
+        fz.accumulate(micro_batches, vertical=vertical),
+        fz.offload("auto", path="."),
+    )
+    params = {
+        "embed": {"token": meta(VOCAB, WIDTH)},
+        "layers": [weights() for _ in range(layers)],
+        "head": {"norm": meta(WIDTH), "vocab": meta(WIDTH, VOCAB)},
+    }
     tokens = meta(8 * micro_batches, SEQ, dtype=torch.int64)
     return fz.compose(*transforms)(step), params, (tokens, tokens)

@@ -1,9 +1,10 @@
-"""Trains a byte-level GPT whose training state is several times larger than the memory it may use: parameters and optimizer state rest on disk.
+"""Trains a byte-level GPT whose training state is several times larger than the memory it may use: parameters and
+optimizer state rest on disk.
 
 python examples/train_big.py --memory 2GB                              # 500 M parameters, 6 GB of state
-python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower and deeper
-torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the state
-python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
+python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower and
+deeper torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the
+state python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from fzero.layout import leaf_of
 from fzero.units import parse_bytes
 
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
-TOOLS = 300_000_000  # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in the plan
+# bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in
+# the plan
+TOOLS = 300_000_000
 HEAD = 64  # features of an attention head
 DEEPEST = 256  # layers that a model is given to become narrow enough
 
@@ -38,12 +41,14 @@ DEEPEST = 256  # layers that a model is given to become narrow enough
 
 
 def layers_for(num_params: float, width: int) -> int:
-    """How deep a model of a width is that has so many parameters: 12 width^2 + 2 width a layer, beside the embedding and the head."""
+    """How deep a model of a width is that has so many parameters: 12 width^2 + 2 width a layer, beside the embedding
+    and the head."""
     return max(1, math.ceil((num_params - (2 * VOCAB + 1) * width) / (12 * width**2 + 2 * width)))
 
 
 def training(args: argparse.Namespace, width: int) -> tuple[Any, Callable[..., Any]]:
-    """The step of a model of a width, and the function that makes its parameters. There is no clipping: it takes all gradients at once to know their norm."""
+    """The step of a model of a width, and the function that makes its parameters. There is no clipping: it takes all
+    gradients at once to know their norm."""
     schedule = optim.warmup_cosine(args.lr, args.steps // 4, args.steps, init=args.lr / 10, end=args.lr / 10)
     adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
 
@@ -60,8 +65,9 @@ def training(args: argparse.Namespace, width: int) -> tuple[Any, Callable[..., A
 def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., Any], fz.Lowered]:
     """The step, the function that makes its parameters, and its program.
 
-    A wide model multiplies large matrices, but the buffers of the blocks under way are as large as these. It begins with a layer for every 64 of its width,
-    and becomes narrower and deeper until what the plan says of its program fits.
+    A wide model multiplies large matrices, but the buffers of the blocks under way are as large as these. It begins
+    with a layer for every 64 of its width, and becomes narrower and deeper until what the plan says of its program
+    fits.
     """
     tokens = torch.empty(args.batch // mesh.size, args.seq, dtype=torch.int64, device="meta")
     width = args.width or max(HEAD, round((args.params * HEAD / 12) ** (1 / 3) / HEAD) * HEAD)
@@ -70,7 +76,13 @@ def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., A
         lowered = fz.lower(step, mesh, init, (tokens, tokens), backend=args.backend)
         fits = lowered.plan.peak_bytes + TOOLS <= args.memory
         narrower = max(HEAD, int(0.8 * width / HEAD) * HEAD)
-        if fits or args.width or args.memory <= TOOLS or narrower == width or layers_for(args.params, narrower) > DEEPEST:
+        if (
+            fits
+            or args.width
+            or args.memory <= TOOLS
+            or narrower == width
+            or layers_for(args.params, narrower) > DEEPEST
+        ):
             break
         say(f"{width} wide it would take {gb(lowered.plan.peak_bytes + TOOLS)}: trying {narrower}")
         width = narrower
@@ -79,7 +91,9 @@ def sized(args: argparse.Namespace, mesh: fz.Mesh) -> tuple[Any, Callable[..., A
     say(f"a GPT of {num_params / 1e6:,.1f} M parameters: {layers_for(args.params, width)} layers, {width} wide")
     say(f"state on disk: {gb(STATE * num_params)}; peak memory of each process: {planned}")
     if not fits:
-        raise fz.errors.BudgetError(f"this model does not fit: {planned}\nFix: a larger --memory, or less of --params, --batch or --seq")
+        raise fz.errors.BudgetError(
+            f"this model does not fit: {planned}\nFix: a larger --memory, or less of --params, --batch or --seq"
+        )
     return step, init, lowered
 
 
@@ -91,11 +105,16 @@ def resident(device: torch.device, most: bool = False) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
     which = "VmHWM" if most else "VmRSS"
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(which)
+    )
 
 
 def scratch() -> str:
-    """The roomiest of the directories for temporary files and this one, but for those that the system keeps in memory."""
+    """The roomiest of the directories for temporary files and this one, but for those that the system keeps in
+    memory."""
     kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
     mount = lambda path: str(next(p for p in (path, *path.parents) if p.is_mount()))  # noqa: E731
     places = [p for p in (Path(tempfile.gettempdir()).resolve(), Path("/var/tmp"), Path.cwd()) if os.access(p, os.W_OK)]
@@ -112,7 +131,10 @@ def gb(nbytes: float) -> str:
 
 def described(r: dict[str, Any]) -> str:
     disk = r["links"]["disk"]
-    text = f"loss {r['loss']:.4f}  {r['tokens_per_s']:,.0f} tokens/s  disk {gb(disk['bytes_per_second'])}/s  waits {disk['stalled']:.0%}"
+    text = (
+        f"loss {r['loss']:.4f}  {r['tokens_per_s']:,.0f} tokens/s  disk {gb(disk['bytes_per_second'])}/s  waits "
+        f"{disk['stalled']:.0%}"
+    )
     return f"{text}  bound by {r['bound_by']}  resident {gb(r['resident_bytes'])}"
 
 
@@ -126,9 +148,14 @@ def tiers(state: fz.State, memory: int) -> Callable[[dict[str, Any]], Table]:
     def below(r: dict[str, Any]) -> Table:
         disk, full = r["links"]["disk"], min(20, round(20 * r["resident_bytes"] / memory))
         table = Table("tier", "rests", "moves a step", "while busy", "busy", "compute waits")
-        table.caption = f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}; bound by {r['bound_by']}"
+        table.caption = (
+            f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}; bound by "
+            f"{r['bound_by']}"
+        )
         speed = f"{gb(disk['bytes_per_second'])}/s"
-        table.add_row("disk", gb(rests["disk"]), gb(disk["bytes"]), speed, f"{disk['busy']:.0%}", f"{disk['stalled']:.0%}")
+        table.add_row(
+            "disk", gb(rests["disk"]), gb(disk["bytes"]), speed, f"{disk['busy']:.0%}", f"{disk['stalled']:.0%}"
+        )
         table.add_row("memory", gb(rests["device"]))
         return table
 
@@ -152,43 +179,76 @@ def run(args: argparse.Namespace) -> None:
     text = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed)
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
     train = fz.compile(step, mesh, backend=args.backend)
-    saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
+    saved = (
+        fz.checkpoint.find(args.out) if args.resume else None
+    )  # none yet: the same command starts a run and goes on with it
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
     start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     below = tiers(state, args.memory)
     say(f"the state is in {args.path}: {f'resuming at step {start}' if start else 'training'}")
 
-    with progress(args, start, described, below) as report, fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches:
+    with (
+        progress(args, start, described, below) as report,
+        fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
+    ):
         for index, batch in batches:
             clock = time.perf_counter()
             state, metrics = train(state, batch)
             done, loss = index + 1, float(metrics["loss"])  # float() waits for the step
             seconds = time.perf_counter() - clock
-            rates = {"tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "resident_bytes": resident(mesh.device) - empty}
-            report({"step": done, "loss": loss, **rates, **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")}})
+            rates = {
+                "tokens_per_s": args.batch * args.seq / seconds,
+                "step_s": seconds,
+                "resident_bytes": resident(mesh.device) - empty,
+            }
+            report(
+                {
+                    "step": done,
+                    "loss": loss,
+                    **rates,
+                    **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")},
+                }
+            )
             stop = stops(mesh)
             if args.out and (stop or done == args.steps):
                 fz.checkpoint.save(args.out, state, keep=1, meta=vars(args) | {"data": text.cursor(done)})
             if stop and done < args.steps:
                 raise KeyboardInterrupt(f"stopped at step {done}{'; continue with --resume' if args.out else ''}")
     peak = resident(mesh.device, most=True) - empty
-    say(f"at the most {gb(peak)} were resident over the empty process, {'within' if peak <= args.memory else 'MORE THAN'} the {gb(args.memory)} allowed")
+    say(
+        f"at the most {gb(peak)} were resident over the empty process, "
+        f"{'within' if peak <= args.memory else 'MORE THAN'} the {gb(args.memory)} allowed"
+    )
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--memory", type=amount, default="2GB", help="that each process may take over an empty one, on a GPU of its: 2GB (10^9), 1.5GiB (2^30)")
-    p.add_argument("--params", type=number, metavar="N", help="500M, 1.5B; by default as many that their state is three times --memory")
+    p.add_argument(
+        "--memory",
+        type=amount,
+        default="2GB",
+        help="that each process may take over an empty one, on a GPU of its: 2GB (10^9), 1.5GiB (2^30)",
+    )
+    p.add_argument(
+        "--params",
+        type=number,
+        metavar="N",
+        help="500M, 1.5B; by default as many that their state is three times --memory",
+    )
     p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
     p.add_argument("--batch", **WHOLE, default=8, help="sequences a step, over all processes")
     p.add_argument("--steps", **WHOLE, default=20)
     p.add_argument("--lr", type=float, default=2e-4)
     p.add_argument("--seed", **WHOLE, default=0)
-    p.add_argument("--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room")
+    p.add_argument(
+        "--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room"
+    )
     p.add_argument("--threads", **WHOLE, help="of each process")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
-    p.add_argument("--out", metavar="DIR", help="where a checkpoint goes at the end or at Ctrl-C; by default there is none")
+    p.add_argument(
+        "--out", metavar="DIR", help="where a checkpoint goes at the end or at Ctrl-C; by default there is none"
+    )
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
@@ -197,7 +257,12 @@ def parse_args(description: str | None) -> argparse.Namespace:
     def problems_of(args: argparse.Namespace) -> list[str]:
         largest = {"width": LARGE, "threads": 1024, "params": 1e15}  # what is not given is chosen
         problems = below_one(args, "steps", "seq", "batch")
-        problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1), **{n: (1, most) for n, most in largest.items() if getattr(args, n) is not None})
+        problems += out_of_range(
+            args,
+            lr=(0, LARGE),
+            seed=(0, 2**64 - 1),
+            **{n: (1, most) for n, most in largest.items() if getattr(args, n) is not None},
+        )
         if not problems and (args.width or HEAD) % HEAD:
             problems.append(f"--width {args.width} is not a multiple of {HEAD}")
         if not problems and args.batch % WORLD:

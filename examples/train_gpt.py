@@ -39,7 +39,8 @@ def embed(p, tokens):
 
 
 def rotary(x):
-    """Turns each pair of features of x[..., t, d] by an angle that grows with the position t: attention sees distances."""
+    """Turns each pair of features of x[..., t, d] by an angle that grows with the position t: attention sees
+    distances."""
     t, d = x.shape[-2:]
     angle = torch.outer(torch.arange(t, device=x.device), 1000.0 ** (-torch.arange(0, d, 2, device=x.device) / d))
     cos, sin, (a, b) = angle.cos().to(x.dtype), angle.sin().to(x.dtype), x.chunk(2, dim=-1)
@@ -49,7 +50,11 @@ def rotary(x):
 @fz.block
 def layer(p, x, heads):
     q, k, v = rearrange(norm(p["norm1"], x) @ p["qkv"], "b t (three h d) -> three b h t d", three=3, h=heads)
-    x = x + rearrange(F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True), "b h t d -> b t (h d)") @ p["out"]
+    x = (
+        x
+        + rearrange(F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True), "b h t d -> b t (h d)")
+        @ p["out"]
+    )
     return x + F.gelu(norm(p["norm2"], x) @ p["up"], approximate="tanh") @ p["down"]
 
 
@@ -67,7 +72,8 @@ def head(p, x, targets=None, smoothing=0.0, z_loss=0.0):
 
 
 def gpt(params, tokens, targets=None, *, heads, **terms):
-    """The logits of the next byte at every position; with targets, the loss and metrics: means over bytes. `terms`: of the loss, as `head` takes them."""
+    """The logits of the next byte at every position; with targets, the loss and metrics: means over bytes. `terms`: of
+    the loss, as `head` takes them."""
     x = embed(params["embed"], tokens)
     for p in params["layers"]:
         x = layer(p, x, heads)
@@ -82,18 +88,31 @@ def init_gpt(key, *, layers, width):
 
     def init_layer():
         small = (2 * layers * width) ** -0.5  # of what is added to the residual stream, twice a layer
-        attention = {"norm1": torch.ones(width), "qkv": matrix(width, 3 * width), "out": matrix(width, width, std=small)}
-        return attention | {"norm2": torch.ones(width), "up": matrix(width, 4 * width), "down": matrix(4 * width, width, std=small)}
+        attention = {
+            "norm1": torch.ones(width),
+            "qkv": matrix(width, 3 * width),
+            "out": matrix(width, width, std=small),
+        }
+        return attention | {
+            "norm2": torch.ones(width),
+            "up": matrix(width, 4 * width),
+            "down": matrix(4 * width, width, std=small),
+        }
 
     blocks = [init_layer() for _ in range(layers)]
-    return {"embed": {"token": matrix(VOCAB, width, std=0.3)}, "layers": blocks, "head": {"norm": torch.ones(width), "vocab": matrix(width, VOCAB, std=0.02)}}
+    return {
+        "embed": {"token": matrix(VOCAB, width, std=0.3)},
+        "layers": blocks,
+        "head": {"norm": torch.ones(width), "vocab": matrix(width, VOCAB, std=0.02)},
+    }
 
 
 # --- The run ---
 
 
 def training(args: argparse.Namespace):
-    """The training step with its transforms, those that evaluations share, the function that makes its parameters, and its learning rate."""
+    """The training step with its transforms, those that evaluations share, the function that makes its parameters, and
+    its learning rate."""
 
     def init(key):
         return init_gpt(key, layers=args.layers, width=args.width)
@@ -102,7 +121,9 @@ def training(args: argparse.Namespace):
         return gpt(params, *batch, heads=args.heads, smoothing=args.label_smoothing, z_loss=args.z_loss)
 
     schedule = optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=args.lr / 10, end=args.lr / 10)
-    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2, state_dtype=args.state_dtype)
+    adamw = optim.adamw(
+        schedule, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2, state_dtype=args.state_dtype
+    )
     zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
     spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype, params=args.params, rounding=args.rounding))
     if args.fp8:
@@ -131,40 +152,75 @@ def run(args: argparse.Namespace) -> None:
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):
-        return fz.weighted(gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel())  # a mean over all ranks
+        return fz.weighted(
+            gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel()
+        )  # a mean over all ranks
 
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
     train = fz.compile(step, mesh, backend=args.backend)
-    validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")  # the same transforms, forward only;
+    validate = fz.compile(
+        spread(fz.eval_step(validation_loss)), mesh, backend="eager"
+    )  # the same transforms, forward only;
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 
-    text, held_out = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed).split(0.02)
-    here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}  # the global batch of a step is the same on any mesh
-    saved = fz.checkpoint.find(args.out) if args.resume else None  # none yet: the same command starts a run and goes on with it
+    text, held_out = fz.data.TokenDataset(
+        fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed
+    ).split(0.02)
+    here = {
+        "rank": mesh.index("data"),
+        "size": mesh.axis_size("data"),
+    }  # the global batch of a step is the same on any mesh
+    saved = (
+        fz.checkpoint.find(args.out) if args.resume else None
+    )  # none yet: the same command starts a run and goes on with it
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0  # batches seen; with fp16 some of them were no step
-    say(f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {f'resuming at step {start}' if start else 'training'}")
+    start = (
+        text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
+    )  # batches seen; with fp16 some of them were no step
+    say(
+        f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: "
+        f"{f'resuming at step {start}' if start else 'training'}"
+    )
     if args.print_program and RANK == 0:
         print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)
 
-    with progress(args, start) as report, fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches:
+    with (
+        progress(args, start) as report,
+        fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
+    ):
         clock = time.perf_counter()
         for index, batch in batches:
             state, metrics = train(state, batch)
-            done, loss, grad_norm = index + 1, float(metrics["loss"]), float(metrics["grad_norm"])  # float() waits for the step
+            done, loss, grad_norm = (
+                index + 1,
+                float(metrics["loss"]),
+                float(metrics["grad_norm"]),
+            )  # float() waits for the step
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            rates = {"lr": float(schedule(index)), "tokens_per_s": args.batch * args.seq / seconds, "step_s": seconds, "peak_bytes": peak}
+            peak = (
+                torch.cuda.max_memory_allocated()
+                if mesh.device.type == "cuda"
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            )
+            rates = {
+                "lr": float(schedule(index)),
+                "tokens_per_s": args.batch * args.seq / seconds,
+                "step_s": seconds,
+                "peak_bytes": peak,
+            }
             means = {name: float(x) for name, x in metrics["aux"].items()}
             watched = {}
             if "precision" in metrics:  # --dtype auto: which block's outputs come closest to overflowing
-                watched["largest_output"] = max(zip(metrics["precision"]["output_max"].tolist(), train.blocks, strict=True))
+                watched["largest_output"] = max(
+                    zip(metrics["precision"]["output_max"].tolist(), train.blocks, strict=True)
+                )
             report({"step": done, "loss": loss, "grad_norm": grad_norm, **means, **rates, **watched})
             if args.stop_on_nan and not metrics["finite"] and not metrics.get("skipped"):
                 raise fz.errors.FzeroValueError(
-                    f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier steps.\nFix: a smaller --lr"
+                    f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier "
+                    f"steps.\nFix: a smaller --lr"
                 )
             stop = stops(mesh)
             if stop or done == args.steps or done % args.save_every == 0:
@@ -172,21 +228,37 @@ def run(args: argparse.Namespace) -> None:
             if stop and done < args.steps:
                 raise KeyboardInterrupt(f"stopped at step {done}; continue with --resume")
     losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]
-    say(f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in {args.out}")
+    say(
+        f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in "
+        f"{args.out}"
+    )
     if args.deterministic:
         say(f"sha256 of the parameters: {digest(fz.tree.leaves(train.gather(state).params))}")
     say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed)))
 
 
-def sample(predict: Callable[..., torch.Tensor], params: Any, seq: int, key: torch.Tensor, prompt: bytes = b"\n    def ", count: int = 160) -> str:
+def sample(
+    predict: Callable[..., torch.Tensor],
+    params: Any,
+    seq: int,
+    key: torch.Tensor,
+    prompt: bytes = b"\n    def ",
+    count: int = 160,
+) -> str:
     """Text drawn byte by byte. Every rank takes part in the gathers and draws the same; one shape for all calls."""
     text = list(prompt)
     for i in range(count):
         window = text[-seq:]
-        logits = predict(params, torch.tensor([window + [0] * (seq - len(window))]), torch.tensor([len(window) - 1])).float().cpu()
+        logits = (
+            predict(params, torch.tensor([window + [0] * (seq - len(window))]), torch.tensor([len(window) - 1]))
+            .float()
+            .cpu()
+        )
         noise = -torch.log(-torch.log(fz.random.uniform(fz.random.fold_in(key, i), (VOCAB,), minval=1e-9)))
         text.append(int((logits / 0.7 + noise).argmax()))  # Gumbel's way to draw from softmax(logits / 0.7)
-    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in bytes(text).decode(errors="replace"))
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in bytes(text).decode(errors="replace")
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """fzero: a JAX-style functional sharding framework for PyTorch.
 
-Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you can print.
+Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you
+can print.
 
 A name is imported when it is first used: `import fzero` itself loads neither PyTorch nor anything else.
 """
@@ -116,7 +117,9 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise importlib.import_module("fzero.errors").no_attribute(__name__, name, __all__)
     home = _HOME.get(name)
-    found = getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
+    found = (
+        getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
+    )
     globals()[name] = found
     return found
 

@@ -1,5 +1,5 @@
-"""Agreement: before a program runs for the first time, all ranks compare it. Messages go through the store, not through a collective, so that a
-rank that is missing, or that failed, is an error that names it, never a hang.
+"""Agreement: before a program runs for the first time, all ranks compare it. Messages go through the store, not through
+a collective, so that a rank that is missing, or that failed, is an error that names it, never a hang.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from fzero.trace.subgraph import signature
 T = TypeVar("T")
 
 
-def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = "") -> tuple[Any, Any]:
+def together(
+    mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = ""
+) -> tuple[Any, Any]:
     """What `make` returns on this rank, once every rank has made the same program and finished building it.
 
-    `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the other ranks. An error in any of them is
-    raised here, and reported to the other ranks: only the last waits for them, when all have built. They are told `why`.
+    `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the
+    other ranks. An error in any of them is raised here, and reported to the other ranks: only the last waits for them,
+    when all have built. They are told `why`.
 
     Communication: a few hundred bytes through the store, three times; the text of two programs if they differ.
 
     Raises:
-        DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come in time.
+        DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come
+            in time.
     """
     if mesh.size == 1:
         lowered, build = make()
@@ -51,7 +55,8 @@ def together(mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[],
 
 
 def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns on rank 0, which JSON can hold, on every rank; what it raises there is raised on all of them, as by `everywhere`."""
+    """What `make` returns on rank 0, which JSON can hold, on every rank; what it raises there is raised on all of them,
+    as by `everywhere`."""
     if mesh.size == 1:
         return make()
     _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
@@ -59,8 +64,8 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
 
 
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
-    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all of them. `about`: what this rank does,
-    for those that do something else.
+    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all
+    of them. `about`: what this rank does, for those that do something else.
 
     Communication: a few hundred bytes through the store.
 
@@ -91,15 +96,20 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, text in texts.items() if text]
-    raise FzeroValueError(message(owner, "not every rank could do its part", problems, "look at the first rank that failed")) from error
+    raise FzeroValueError(
+        message(owner, "not every rank could do its part", problems, "look at the first rank that failed")
+    ) from error
 
 
 def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
-    """Raises on every rank if two of them hold other values of what all of them hold, or all that share a place along the axes it is sharded over.
+    """Raises on every rank if two of them hold other values of what all of them hold, or all that share a place along
+    the axes it is sharded over.
 
-    `held` says what that is; it is called once, on a mesh of one device too, and what it raises the other ranks hear of.
+    `held` says what that is; it is called once, on a mesh of one device too, and what it raises the other ranks hear
+    of.
 
-    Communication: about a hundred bytes through the store; if anything differs 30 bytes more a name. Memory and time: see `comm.replicas.differing`.
+    Communication: about a hundred bytes through the store; if anything differs 30 bytes more a name. Memory and time:
+        see `comm.replicas.differing`.
 
     Raises:
         DivergenceError: naming what differs, and on which ranks.
@@ -114,11 +124,14 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
         return [notes[rank][owner] for rank in range(mesh.size)]
 
     if problems := differing(talk.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
-        raise DivergenceError(message(owner, "the ranks hold different values of what must be the same on all of them", problems, fix))
+        raise DivergenceError(
+            message(owner, "the ranks hold different values of what must be the same on all of them", problems, fix)
+        )
 
 
 def describe(program: Program) -> str:
-    """Everything two ranks must have in common, as text: PyTorch's switch, the program's lines and the operations of its functions."""
+    """Everything two ranks must have in common, as text: PyTorch's switch, the program's lines and the operations of
+    its functions."""
     parts = [f"deterministic algorithms: {deterministic.setting()}"]
     parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
     parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
@@ -134,7 +147,8 @@ _LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
 
 @contextmanager
 def unbroken(mesh: Mesh) -> Iterator[None]:
-    """Around what moves data between ranks: whatever ends it in the middle, it is the last call on this mesh (`Turns.end`).
+    """Around what moves data between ranks: whatever ends it in the middle, it is the last call on this mesh
+    (`Turns.end`).
 
     Raises:
         DivergenceError: in place of a process group's own error, what another rank did or that one has left.
@@ -144,14 +158,19 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
     except BaseException as error:
         if mesh.size == 1:
             raise
-        if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))):
+        if not (
+            isinstance(error, dist.DistError)
+            or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))
+        ):
             mesh.turns.end(error)
             raise
         try:
             mesh.turns.look("step")  # which may know why
             fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
-            raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", problems, fix))
+            raise DivergenceError(
+                message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
+            )
         except DivergenceError as known:
             mesh.turns.end(known)
             raise known from error
@@ -163,7 +182,10 @@ class _Talk:
     def __init__(self, mesh: Mesh, owner: str = "compile", about: str = ""):
         self._mesh, self._store, self._owner = mesh, mesh.store, owner
         mesh.turns.begin(owner, about)
-        self._id, self._turn = self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0  # counted where the keys are: a process may join one group after another
+        self._id, self._turn = (
+            self._store.add(f"fzero/agree/talks/{mesh.rank}", 1),
+            0,
+        )  # counted where the keys are: a process may join one group after another
 
     def reporting(self, act: Callable[[], Any]) -> Any:
         """The result of `act`; if it raises, the other ranks learn of it."""
@@ -197,24 +219,44 @@ class _Talk:
         """
         self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
         missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
-        notes = {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing}
+        notes = {
+            rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing
+        }
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:
             fix = "look at the first rank that failed"
             if missing:
-                fix = "call the step alike on every rank: one with a batch of another shape than before builds a program of its own, the others run the old one"
+                fix = (
+                    "call the step alike on every rank: one with a batch of another shape than before builds a program "
+                    "of its own, the others run the old one"
+                )
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
             error = DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
             if missing:  # who comes later finds the notes of this talk, and goes on alone
                 self._mesh.turns.end(error)
             raise error
-        places = {rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))]) for rank, other in notes.items()}
+        places = {
+            rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))])
+            for rank, other in notes.items()
+        }
         if len({*places.values()}) > 1:
             self._mesh.turns.look(self._owner)  # which knows more
-            fix = "make the same calls in the same order on every rank: a step with a batch of another shape than before builds a program of its own (compile)"
-            raise DivergenceError(message(self._owner, "the ranks do different things", [f"rank {rank}: {place}" for rank, place in places.items()], fix))
-        if self._turn == 0:  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
+            fix = (
+                "make the same calls in the same order on every rank: a step with a batch of another shape than before "
+                "builds a program of its own (compile)"
+            )
+            raise DivergenceError(
+                message(
+                    self._owner,
+                    "the ranks do different things",
+                    [f"rank {rank}: {place}" for rank, place in places.items()],
+                    fix,
+                )
+            )
+        if (
+            self._turn == 0
+        ):  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
             self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
         return notes

@@ -1,6 +1,8 @@
-"""Checks of arguments: what is wrong with each, in the same words everywhere, for the function that was given it to raise.
+"""Checks of arguments: what is wrong with each, in the same words everywhere, for the function that was given it to
+raise.
 
-Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and not in the first step.
+Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and
+not in the first step.
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ Predicate = Callable[[str, torch.Tensor], bool]
 """`predicate(path, leaf)`; `leaf` is a meta tensor."""
 
 
-def number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None) -> list[str]:
+def number(
+    name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None
+) -> list[str]:
     """Of a number within bounds. NaN and bools are none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return [f"{name}={shown(value)}: must be a Python number"]
     if above is not None and not value > above:
         return [f"{name}={value!r}: must be greater than {above:g}"]
-    within = f" and less than {below:g}" if below is not None and below != math.inf else " and finite" if below is not None else ""
+    within = (
+        f" and less than {below:g}"
+        if below is not None and below != math.inf
+        else " and finite"
+        if below is not None
+        else ""
+    )
     if (at_least is not None and not value >= at_least) or (below is not None and not value < below):
-        return [f"{name}={value!r}: must be at least {at_least:g}{within}" if at_least is not None else f"{name}={value!r}: must be{within[4:]}"]
+        return [
+            f"{name}={value!r}: must be at least {at_least:g}{within}"
+            if at_least is not None
+            else f"{name}={value!r}: must be{within[4:]}"
+        ]
     return [f"{name}={value!r}: must be a number"] if math.isnan(value) else []
 
 
@@ -45,7 +59,8 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str]:
-    """Of a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell what it takes, it takes them."""
+    """Of a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell
+    what it takes, it takes them."""
     kind = f"a function of ({', '.join(takes)}{', ...' if more else ''})"
     if not callable(value):
         return [f"{name}={shown(value)}: must be {kind}"]
@@ -81,8 +96,8 @@ def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tens
 
 
 def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]:
-    """What is wrong with a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to what texts it has. One that goes by the
-    leaf itself, such as its size, may find none."""
+    """What is wrong with a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to
+    what texts it has. One that goes by the leaf itself, such as its size, may find none."""
 
     def answers(*args: Any) -> bool:
         try:
@@ -96,7 +111,9 @@ def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]
     texts = [x for x in getattr(getattr(asked, "__code__", None), "co_consts", ()) if isinstance(x, str)] or [""]
 
     def likeness(path: str) -> float:
-        return max(SequenceMatcher(None, text, part).ratio() for text in texts for part in (path, *re.findall(r"\w+", path)))
+        return max(
+            SequenceMatcher(None, text, part).ratio() for text in texts for part in (path, *re.findall(r"\w+", path))
+        )
 
     nearest = sorted(paths, key=likeness, reverse=True)[:5]
     return [f"`{name}` accepts none of {len(paths)} leaves; the nearest:", *nearest]

@@ -1,4 +1,5 @@
-"""The only file that touches private PyTorch names. Each is tested against every supported release (tests/test_compat.py)."""
+"""The only file that touches private PyTorch names. Each is tested against every supported release
+(tests/test_compat.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
@@ -50,7 +56,12 @@ def dispatch_modes() -> list[Any]:
 def module_hooks() -> tuple[Any, ...]:
     """Those that are registered for every module at once."""
     of = torch.nn.modules.module
-    hooks = (of._global_forward_pre_hooks, of._global_forward_hooks, of._global_backward_pre_hooks, of._global_backward_hooks)
+    hooks = (
+        of._global_forward_pre_hooks,
+        of._global_forward_hooks,
+        of._global_backward_pre_hooks,
+        of._global_backward_hooks,
+    )
     return tuple(tuple(h.values()) for h in hooks)
 
 
@@ -60,14 +71,16 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 
 def trace_device(device_type: str) -> str:
-    """The type of device on which fake tensors of a mesh are recorded: without one of the mesh's own here, the operators of a CPU stand for its.
-    A build of torch without CUDA aborts the process when its autograd meets a CUDA tensor."""
+    """The type of device on which fake tensors of a mesh are recorded: without one of the mesh's own here, the
+    operators of a CPU stand for its. A build of torch without CUDA aborts the process when its autograd meets a CUDA
+    tensor."""
     return device_type if device_type == "cpu" or torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the exception says it."""
+    """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the
+    exception says it."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -78,16 +91,34 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def fake_metadata(x: torch.Tensor) -> tuple[Any, ...] | None:
-    """Shape, dtype, device and strides of a fake tensor; None for one that is more than that: it has a known value, or is read through a sign."""
-    if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+    """Shape, dtype, device and strides of a fake tensor; None for one that is more than that: it has a known value, or
+    is read through a sign."""
+    if (
+        type(x) is not FakeTensor
+        or x.constant is not None
+        or x.layout is not torch.strided
+        or x.is_conj()
+        or x.is_neg()
+    ):
         return None
     return (x.shape, x.dtype, x.device, x.stride())
 
 
-def new_fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, stride: Sequence[int] | None = None) -> FakeTensor:
-    """A fake tensor of these facts, contiguous without `stride`. It is made past every mode, in 12 us: `torch.empty` under the mode takes 65."""
+def new_fake(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stride: Sequence[int] | None = None,
+) -> FakeTensor:
+    """A fake tensor of these facts, contiguous without `stride`. It is made past every mode, in 12 us: `torch.empty`
+    under the mode takes 65."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        meta = torch.empty(shape, dtype=dtype, device="meta") if stride is None else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        meta = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            if stride is None
+            else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        )
     return FakeTensor(mode, meta, torch.device(device))
 
 
@@ -113,8 +144,8 @@ def functorch_active() -> bool:
 
 
 def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all others as they are
-    (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
+    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all
+    others as they are (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
     torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
     try:
         outputs = fn(*(torch._to_functional_tensor(x) for x in inputs))
@@ -126,7 +157,8 @@ def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[t
 
 
 def next_autograd_node() -> int:
-    """The sequence number that the next autograd node of this thread gets. A node is made right before what it differentiates runs."""
+    """The sequence number that the next autograd node of this thread gets. A node is made right before what it
+    differentiates runs."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -142,7 +174,9 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
     gradients. Nodes in `recompute` are never saved.
     """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition  # a second and 45 MB, which not every step needs
+    from torch._functorch.partitioners import (
+        min_cut_rematerialization_partition,
+    )  # a second and 45 MB, which not every step needs
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
@@ -158,7 +192,8 @@ def forward_ad_active() -> bool:
 
 
 def fx_tracing() -> bool:
-    """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may be thrown away."""
+    """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may
+    be thrown away."""
     return fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[attr-defined]
 
 
@@ -169,7 +204,8 @@ def attention_order() -> tuple[int, ...]:
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is the process's."""
+    """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is
+    the process's."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = fills_uninitialized_memory()
     fill_uninitialized_memory(False)
@@ -202,7 +238,8 @@ def _deterministic() -> dict[str, bool]:
 
 
 def inductor_compile(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
-    """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function takes 59.
+    """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function
+    takes 59.
 
     It can be saved with `artifact_bytes`; loading compiles C++ again, but no Triton kernels (they are in the artifact).
     """
@@ -231,7 +268,8 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What Inductor makes of a graph before any C++ is compiled: a Python module as text, and which of the graph's inputs it writes."""
+    """What Inductor makes of a graph before any C++ is compiled: a Python module as text, and which of the graph's
+    inputs it writes."""
 
     text: str
     num_inputs: int
@@ -244,7 +282,8 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
     Args:
         graph: the operations.
         example_inputs: tensors of the shapes, strides and dtypes it will see.
-        trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe for each set, 8 s in all.
+        trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe
+            for each set, 8 s in all.
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
@@ -277,7 +316,8 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
 
 
 def inductor_cpp_command(source: str, output: str, trust_cpu: bool) -> list[str]:
-    """The command with which Inductor compiles a kernel: flags for this CPU, for its arithmetic, the paths of torch's headers."""
+    """The command with which Inductor compiles a kernel: flags for this CPU, for its arithmetic, the paths of torch's
+    headers."""
     import torch._inductor.config as config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -310,7 +350,8 @@ def inductor_settings_text() -> str:
 
 
 def inductor_names() -> dict[str, Any]:
-    """What the Python that Inductor generates for the CPU refers to by name. None of it needs Inductor itself, or Dynamo."""
+    """What the Python that Inductor generates for the CPU refers to by name. None of it needs Inductor itself, or
+    Dynamo."""
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     return {
         "torch": torch,
@@ -343,7 +384,8 @@ def data_pointer_function() -> int:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 run at full speed on the device, or crawl (../docs/design.md, bf16 on a CPU)."""
+    """Whether matrix products in bfloat16 run at full speed on the device, or crawl (../docs/design.md, bf16 on a
+    CPU)."""
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.backends.mkldnn.enabled)
     return True
@@ -356,10 +398,13 @@ def native_fp16(device: torch.device) -> bool:
     return True
 
 
-def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool
+) -> torch.Tensor:
     """`(a * scale_a) @ (b * scale_b)` in `dtype`, of 8-bit matrices on tensor cores. `fast`: with sums of fewer bits.
 
-    On CUDA `a` lies row by row, `b` column by column; dims are multiples of 16; scales are float32[], or float32[m, 1] and float32[1, n]; not both are e5m2.
+    On CUDA `a` lies row by row, `b` column by column; dims are multiples of 16; scales are float32[], or float32[m, 1]
+    and float32[1, n]; not both are e5m2.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
@@ -384,7 +429,8 @@ def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
 
 
 def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> Any:
-    """Starts a reduction that leaves each rank its flat shard. Returns the work to wait for. 2.13 renamed the function."""
+    """Starts a reduction that leaves each rank its flat shard. Returns the work to wait for. 2.13 renamed the
+    function."""
     return _REDUCE_SCATTER(shard, whole, op=op, group=group, async_op=True)
 
 
@@ -394,7 +440,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @contextmanager
 def coalesced(group: Any, device: torch.device) -> Iterator[list[Any]]:
-    """A list to append works to. On CUDA the collectives of the body become one, and after it the list holds that one's work."""
+    """A list to append works to. On CUDA the collectives of the body become one, and after it the list holds that one's
+    work."""
     works: list[Any] = []
     if device.type != "cuda":
         yield works

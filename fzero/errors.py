@@ -43,7 +43,8 @@ class VerifyError(FzeroValueError):
 
 
 class DivergenceError(FzeroError, RuntimeError):
-    """Ranks that would run different programs or hold different values of the same leaves, or that did not come to compare them."""
+    """Ranks that would run different programs or hold different values of the same leaves, or that did not come to
+    compare them."""
 
 
 class BusyError(FzeroError, RuntimeError):
@@ -51,7 +52,8 @@ class BusyError(FzeroError, RuntimeError):
 
 
 class TierError(FzeroError, RuntimeError):
-    """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint is not."""
+    """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint
+    is not."""
 
 
 class LossScaleError(FzeroError, RuntimeError):
@@ -87,8 +89,14 @@ def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError
 
 
 def left(where: str, rank: int, size: int) -> DivergenceError:
-    """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more because another has."""
+    """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more
+    because another has."""
     gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
     return DivergenceError(
-        message(where, "a transfer between ranks failed", [f"rank {rank}: {gone}"], "look at that rank's errors; go on from the last checkpoint")
+        message(
+            where,
+            "a transfer between ranks failed",
+            [f"rank {rank}: {gone}"],
+            "look at that rank's errors; go on from the last checkpoint",
+        )
     )

@@ -8,9 +8,11 @@ from types import FrameType, TracebackType
 
 
 class Exclusive:
-    """Held by a frame, for as long as its body runs; a lock that a KeyboardInterrupt may leave locked, between it and its `try`, would stay so.
+    """Held by a frame, for as long as its body runs; a lock that a KeyboardInterrupt may leave locked, between it and
+    its `try`, would stay so.
 
-    A frame that took it and runs no more, in any thread, does not hold it: who comes next takes it over. A generator's frame must not take it.
+    A frame that took it and runs no more, in any thread, does not hold it: who comes next takes it over. A generator's
+    frame must not take it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,9 @@ class Holding:
         if self._of._held.get("by") is (frame := sys._getframe(1)) or not self._of.take(frame):
             raise self._busy()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._of.give(sys._getframe(1))
 
 

@@ -1,8 +1,8 @@
 """A rank as a child of a launcher: it dies with torchrun, and an error of fzero's is told once, short, and last.
 
-torchrun prints the whole traceback of every rank, then forty lines of its own. Here one rank tells an error that all of them raise, without the frames
-of fzero and PyTorch, and where torchrun is about to end it tells through torchrun's own summary, the last thing on the screen. Other exceptions are
-printed as ever.
+torchrun prints the whole traceback of every rank, then forty lines of its own. Here one rank tells an error that all of
+them raise, without the frames of fzero and PyTorch, and where torchrun is about to end it tells through torchrun's own
+summary, the last thing on the screen. Other exceptions are printed as ever.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def die_with_parent() -> None:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _parent:  # it died before it was asked for
-        raise DivergenceError(message("make_mesh", "torchrun, which started this process, is gone", fix="start the job again"))
+        raise DivergenceError(
+            message("make_mesh", "torchrun, which started this process, is gone", fix="start the job again")
+        )
 
 
 def tell_through(store: dist.Store) -> None:
@@ -66,7 +68,8 @@ def tell_through(store: dist.Store) -> None:
 
 
 def install_excepthook() -> None:
-    """Has an uncaught error of fzero's told by `tell`. A hook of the user's own is still called for everything, on every rank."""
+    """Has an uncaught error of fzero's told by `tell`. A hook of the user's own is still called for everything, on
+    every rank."""
     global _installed
     if _installed:
         return
@@ -83,9 +86,11 @@ def install_excepthook() -> None:
 
 
 def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Callable[[], Any] | None = None) -> None:
-    """Prints an error that is raised on several ranks, on one of them; the others return when that one has left, or after a while.
+    """Prints an error that is raised on several ranks, on one of them; the others return when that one has left, or
+    after a while.
 
-    A `DivergenceError`, which is what the other ranks raise when one fails, is not told after the error it follows from.
+    A `DivergenceError`, which is what the other ranks raise when one fails, is not told after the error it follows
+    from.
 
     Args:
         error: what was raised.
@@ -95,12 +100,16 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     world, file = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("TORCHELASTIC_ERROR_FILE")
     me, here = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")  # torchrun's word for the host
     teller = _claim(error, f"{me} {here}") if world > 1 else f"{me} {here}"
-    last_life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    last_life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)
+    )
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
         text = brief(error, frames)
-        if file and last_life and not isinstance(error, DivergenceError):  # which torchrun's SIGTERM may follow at once: it would be lost
+        if (
+            file and last_life and not isinstance(error, DivergenceError)
+        ):  # which torchrun's SIGTERM may follow at once: it would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": facts}))
         elif otherwise is None:
@@ -124,7 +133,8 @@ def _is_inside(filename: str) -> bool:
 
 
 def _claim(error: FzeroError, mine: str) -> str:
-    """Who tells this error: the rank that asks first. Without a store to ask rank 0; every rank if one has not come, or if the store is gone too."""
+    """Who tells this error: the rank that asks first. Without a store to ask rank 0; every rank if one has not come, or
+    if the store is gone too."""
     follows = isinstance(error, DivergenceError)
     if _store is None:
         return mine if follows else f"0 {mine.split(' ')[1]}"

@@ -4,13 +4,14 @@ A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-pad
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
 number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
 
-[Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and so on. What is gathered over the
-last axis is then a shard over those before it, contiguous too. For that all of them are cut from the same padded whole: the *grid* is the axes of the
-finest cut that a leaf has anywhere (of its optimizer state), which begin with its own, and padding is for the grid.
+[Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and
+so on. What is gathered over the last axis is then a shard over those before it, contiguous too. For that all of them
+are cut from the same padded whole: the *grid* is the axes of the finest cut that a leaf has anywhere (of its optimizer
+state), which begin with its own, and padding is for the grid.
 
-[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that no
-*block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same numbers
-on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
+[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that
+no *block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same
+numbers on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
 [num_blocks, 1]; a last dim of 1 says that its elements stand alone, so its shards are those of the other's blocks.
 
 The tensors of a state carry the `Leaf` they are part of (`place`, `leaf_of`), so that a checkpoint can be written, and
@@ -44,8 +45,9 @@ FP8 = "extras['fp8']"
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`), the dtype it is stored in, and the
-    axes that it is padded for where they are more than its own ([Note: several axes])."""
+    """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`),
+    the dtype it is stored in, and the axes that it is padded for where they are more than its own ([Note: several
+    axes])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
@@ -71,8 +73,8 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the next value can be written
-    before it counts (fzero/passes/speculate.py)."""
+    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is
+    where the next value can be written before it counts (fzero/passes/speculate.py)."""
 
     files: Storage
     offset: int
@@ -86,7 +88,8 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it keeps while it is away."""
+    """Where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it keeps while
+    it is away."""
 
     tier: str
     extent: Extent | None = None
@@ -153,7 +156,8 @@ def granule(shape: Sequence[int]) -> int:
 
 
 class Cut(NamedTuple):
-    """How leaves are cut into flat shards: over which axes, into how many, and for how many they are padded, if those are more."""
+    """How leaves are cut into flat shards: over which axes, into how many, and for how many they are padded, if those
+    are more."""
 
     axes: tuple[str, ...]
     size: int
@@ -170,7 +174,8 @@ def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
-    """Elements of each of `size` shards of a leaf of this shape, with padding; `grid`: for how many shards it is padded, if they are more.
+    """Elements of each of `size` shards of a leaf of this shape, with padding; `grid`: for how many shards it is
+    padded, if they are more.
 
     Example:
         >>> shard_numel((10,), 4), shard_numel((64, 70), 4), shard_numel((64, 70), 1)
@@ -187,7 +192,8 @@ _EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
 def padded(nbytes: int) -> int:
-    """Bytes that a leaf takes on disk: whole sectors, which is what offsets, sizes and addresses of direct I/O are multiples of on every disk that is sold.
+    """Bytes that a leaf takes on disk: whole sectors, which is what offsets, sizes and addresses of direct I/O are
+    multiples of on every disk that is sold.
 
     Example:
         >>> padded(0), padded(1), padded(4096)
@@ -197,12 +203,12 @@ def padded(nbytes: int) -> int:
 
 
 def apart(sizes: Sequence[int]) -> list[int]:
-    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each at a sector, with a gap of 68 KiB
-    behind every 16 MiB.
+    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each
+    at a sector, with a gap of 68 KiB behind every 16 MiB.
 
-    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart as all parameters take bytes; if
-    that is a multiple of 2^28 the same cache sets hold all of them, and the update takes two to six times as long. With the gaps no multiple of 2^28
-    below 2^40 stays one.
+    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart
+    as all parameters take bytes; if that is a multiple of 2^28 the same cache sets hold all of them, and the update
+    takes two to six times as long. With the gaps no multiple of 2^28 below 2^40 stays one.
 
     Example:
         >>> apart([10, 1 << 24, 10])
@@ -227,8 +233,11 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     return out
 
 
-def place(tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None, home: Home | None = None) -> torch.Tensor:
-    """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it rests, with its extent."""
+def place(
+    tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None, home: Home | None = None
+) -> torch.Tensor:
+    """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it
+    rests, with its extent."""
     tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
     if extent is not None:
         tensor._fzero_extent = extent  # type: ignore[attr-defined]
@@ -269,7 +278,13 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
     """
     known = getattr(tensor, "_fzero", None)
     if isinstance(known, _Left):
-        raise FzeroValueError(message("move", f"{known.leaf.path} is not here any more, it was moved", fix="go on with the state that fz.move returned"))
+        raise FzeroValueError(
+            message(
+                "move",
+                f"{known.leaf.path} is not here any more, it was moved",
+                fix="go on with the state that fz.move returned",
+            )
+        )
     return known
 
 
@@ -312,7 +327,10 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
         groups.setdefault(first, []).append(i)
     problems = []
     for group in groups.values():
-        every, yes, no = (" and ".join(paths[i] for i in group if accepted[i] in wanted) for wanted in ((True, False), (True,), (False,)))
+        every, yes, no = (
+            " and ".join(paths[i] for i in group if accepted[i] in wanted)
+            for wanted in ((True, False), (True,), (False,))
+        )
         if yes and no:
             problems.append(f"{every} are one tensor: `{predicate}` accepts {yes}, not {no}")
     return problems

@@ -1,4 +1,5 @@
-"""Means that are exact however the batch was cut: what a function returned, as sums that ranks and micro-batches add up, and as the tree that comes of them."""
+"""Means that are exact however the batch was cut: what a function returned, as sums that ranks and micro-batches add
+up, and as the tree that comes of them."""
 
 from __future__ import annotations
 
@@ -25,33 +26,56 @@ class Loss(NamedTuple):
 
 
 def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss, Any, Any]:
-    """Checks what a loss function returned and splits it into the loss, the auxiliary values and the tree of new values, None for what it does not return."""
+    """Checks what a loss function returned and splits it into the loss, the auxiliary values and the tree of new
+    values, None for what it does not return."""
     asked = {"aux": "has_aux=True"} if has_aux else {}
     asked |= {"new": "mutable"} if mutates else {}
     parts = list(result) if isinstance(result, tuple) and not isinstance(result, Weighted) else [result]
     if len(parts) != 1 + len(asked) or (asked and parts[0] is result):
         got = f"a tuple of {len(parts)}" if parts[0] is not result else tree.describe(result)
-        what = f"{' and '.join(asked.values())}, but the loss function returned {got}" if asked else f"the loss function returned {got}"
-        fix = f"return ({', '.join(['loss', *asked])})" if asked else "pass has_aux=True to return (loss, aux), or mutable=predicate to return (loss, new)"
+        what = (
+            f"{' and '.join(asked.values())}, but the loss function returned {got}"
+            if asked
+            else f"the loss function returned {got}"
+        )
+        fix = (
+            f"return ({', '.join(['loss', *asked])})"
+            if asked
+            else "pass has_aux=True to return (loss, aux), or mutable=predicate to return (loss, new)"
+        )
         raise FzeroTypeError(message("train_step", what, fix=fix))
     result, found = parts[0], dict(zip(asked, parts[1:], strict=True))
     loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
     problems = []
-    for what, x in (("total", loss.total), ("count", loss.count)) if loss.count is not None else (("loss", loss.total),):
+    for what, x in (
+        (("total", loss.total), ("count", loss.count)) if loss.count is not None else (("loss", loss.total),)
+    ):
         if not isinstance(x, torch.Tensor):
             problems.append(f"{what} is {type(x).__name__}")
         elif x.dim() != 0:
             problems.append(f"{what} is {tree.describe(x)}, not a scalar")
     if isinstance(loss.total, torch.Tensor) and not loss.total.is_floating_point():
-        problems.append(f"{'loss' if loss.count is None else 'total'} is {tree.describe(loss.total)}, not floating point")
+        problems.append(
+            f"{'loss' if loss.count is None else 'total'} is {tree.describe(loss.total)}, not floating point"
+        )
     if problems:
-        raise FzeroTypeError(message("train_step", "the loss is not a scalar tensor", problems, "reduce it with .mean(), or return fz.weighted(total, count)"))
+        raise FzeroTypeError(
+            message(
+                "train_step",
+                "the loss is not a scalar tensor",
+                problems,
+                "reduce it with .mean(), or return fz.weighted(total, count)",
+            )
+        )
     if loss.count is not None and loss.count.requires_grad:
         raise TraceError(
             message(
                 "train_step",
                 "the count of a weighted loss depends on trainable parameters",
-                ["count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their quotient through it"],
+                [
+                    "count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their "
+                    "quotient through it"
+                ],
                 "detach it: fz.weighted(total, count.detach()); or return total / count, a mean of the parts' means",
             )
         )
@@ -67,15 +91,18 @@ def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss,
 
 
 def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torch.Tensor]:
-    """The new value of each mutable leaf that a loss function returned, by the position of the first leaf that is the same tensor.
+    """The new value of each mutable leaf that a loss function returned, by the position of the first leaf that is the
+    same tensor.
 
     Args:
-        new: what it returned: a tree like `params`, of which leaves that are not mutable are absent, None, or as they came.
+        new: what it returned: a tree like `params`, of which leaves that are not mutable are absent, None, or as they
+            came.
         params: what it was given.
         mutable: for each leaf of `params`.
 
     Raises:
-        FzeroTypeError: listing the leaves without a new value, or with one of another shape or dtype, and values for other leaves.
+        FzeroTypeError: listing the leaves without a new value, or with one of another shape or dtype, and values for
+            other leaves.
     """
     flat, paths = tree.leaves(params), tree.paths(params, "params")
     at, tied = {p: i for i, p in enumerate(paths)}, ties(flat)
@@ -86,7 +113,9 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
             problems.append(f"{path}: params has no such leaf")
         elif not mutable[i]:
             if x is not flat[i]:
-                problems.append(f"{path}: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`")
+                problems.append(
+                    f"{path}: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"
+                )
         elif not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (flat[i].shape, flat[i].dtype):
             problems.append(f"{path}: {tree.describe(x)} for a leaf that is {tree.describe(flat[i])}")
         elif found.setdefault(tied[i], x) is not x:
@@ -95,8 +124,13 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
     named = {tied[at[p]] for p in tree.paths(new, "params") if p in at}
     problems += [f"{paths[i]}: no new value" for i in sorted(asked - named)]
     if problems:
-        fix = "return a tree like params that has a value for each leaf that `mutable` accepts, e.g. {'mean': mean.to(params['mean'].dtype)}"
-        raise FzeroTypeError(message("train_step", "these new values of mutable leaves cannot be assigned", problems, fix))
+        fix = (
+            "return a tree like params that has a value for each leaf that `mutable` accepts, e.g. {'mean': "
+            "mean.to(params['mean'].dtype)}"
+        )
+        raise FzeroTypeError(
+            message("train_step", "these new values of mutable leaves cannot be assigned", problems, fix)
+        )
     return found
 
 
@@ -106,13 +140,15 @@ def summable(x: torch.Tensor) -> torch.Tensor:
 
 
 def both_ends(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large each is, and how small: ~x falls as x grows."""
+    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large each is, and
+    how small: ~x falls as x grows."""
     flat = torch.cat([x.detach().reshape(-1).to(torch.int64) for x in values])
     return torch.cat([flat, ~flat])
 
 
 def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The values that `both_ends` made the vector of, the largest of each, and for each whether all were the same, bool[len(like)]."""
+    """The values that `both_ends` made the vector of, the largest of each, and for each whether all were the same,
+    bool[len(like)]."""
     number = ends.numel() // 2
     same = ends[:number] == ~ends[number:]
     values, agree, start = [], [], 0
@@ -124,7 +160,8 @@ def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[tor
 
 
 class Means(NamedTuple):
-    """How a flat list of sums becomes a tree of means: for each result whether it is a total and a count, and for each flat value whether it is summed."""
+    """How a flat list of sums becomes a tree of means: for each result whether it is a total and a count, and for each
+    flat value whether it is summed."""
 
     structure: tree.TreeSpec
     weighted: tuple[bool, ...]
@@ -135,7 +172,15 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
     leaves, structure = tree.flatten(result, is_leaf=is_pair)
     flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
+    wrong = [
+        f"{p}: {type(x).__name__}"
+        for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True)
+        if not isinstance(x, torch.Tensor)
+    ]
     if wrong:
-        raise FzeroTypeError(message("step", "the function returned something other than tensors", wrong, "return a pytree of tensors"))
-    return flat, Means(structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,))))
+        raise FzeroTypeError(
+            message("step", "the function returned something other than tensors", wrong, "return a pytree of tensors")
+        )
+    return flat, Means(
+        structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,)))
+    )

@@ -41,8 +41,8 @@ class AbstractMesh:
 
     Args:
         device_type: "cpu" or "cuda".
-        shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do here: what one has read is
-            known later, so a program's pool is larger.
+        shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do
+            here: what one has read is known later, so a program's pool is larger.
         unified_memory: whether host and device are one memory, as on a CPU: what moves between them stays where it is.
         gpu_direct: whether a disk reads and writes the device's memory, past the host's.
         **axes: the size of each axis.
@@ -59,7 +59,13 @@ class AbstractMesh:
     gpu_direct: bool = False
 
     def __init__(
-        self, *, device_type: str = "cpu", shared_memory: bool | None = None, unified_memory: bool | None = None, gpu_direct: bool = False, **axes: int
+        self,
+        *,
+        device_type: str = "cpu",
+        shared_memory: bool | None = None,
+        unified_memory: bool | None = None,
+        gpu_direct: bool = False,
+        **axes: int,
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device_type)
@@ -99,7 +105,9 @@ class Mesh(AbstractMesh):
     timeout: float = 600.0  # seconds to wait for another rank
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
     copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
-    gather_groups: Mapping[str, Any] = field(default_factory=dict)  # on CUDA by axis: gathers do not queue behind reductions
+    gather_groups: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # on CUDA by axis: gathers do not queue behind reductions
     joined: Any = None  # the default process group it was made in
     _store: Any = None
     _turns: Any = None
@@ -151,7 +159,8 @@ class Mesh(AbstractMesh):
         return index
 
     def group(self, axis: str, *, gathers: bool = False) -> Any:
-        """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another one for gathers."""
+        """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another
+        one for gathers."""
         if self.device_mesh is None:
             raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
         self.check_open()
@@ -179,18 +188,26 @@ class Mesh(AbstractMesh):
             raise FzeroValueError(message("mesh", f"the mesh {self} is closed", fix=fix))
 
     def alone(self, owner: str) -> Holding:
-        """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes its state in place. Microseconds.
+        """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes
+        its state in place. Microseconds.
 
         Raises:
-            BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order the two otherwise on each rank.
+            BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order
+                the two otherwise on each rank.
             DivergenceError: what ran on it before ended in the middle.
         """
         if self._turns is not None:
             self._turns.check(owner)
 
         def busy() -> Exception:
-            what = "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another thread, or above this call"
-            fix = "call these one after the other, from one thread; what another thread is to have, copy first: train.gather(state)"
+            what = (
+                "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in "
+                "another thread, or above this call"
+            )
+            fix = (
+                "call these one after the other, from one thread; what another thread is to have, copy first: "
+                "train.gather(state)"
+            )
             return BusyError(message(owner, what, fix=fix))
 
         return Holding(self.exclusive, busy)
@@ -211,8 +228,15 @@ class Mesh(AbstractMesh):
         Raises:
             FzeroTypeError: always.
         """
-        fix = "fz.checkpoint.save(path, state) saves a state; the leaves of train.gather(state) are whole tensors, which torch.save takes"
-        raise FzeroTypeError(message("mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix))
+        fix = (
+            "fz.checkpoint.save(path, state) saves a state; the leaves of train.gather(state) are whole tensors, which "
+            "torch.save takes"
+        )
+        raise FzeroTypeError(
+            message(
+                "mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix
+            )
+        )
 
 
 def make_mesh(
@@ -229,10 +253,13 @@ def make_mesh(
     Args:
         device: "cuda" or "cpu"; by default CUDA when there is a device for every process of this host.
         timeout: seconds after which a collective that some rank never joins fails.
-        shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them through gloo.
-        unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is offloaded is copied, as for a GPU, by a
+        shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them
+            through gloo.
+        unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
+            offloaded is copied, as for a GPU, by a
             thread: for tests, to no other use.
-        gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default on CUDA where kvikio is installed.
+        gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default
+            on CUDA where kvikio is installed.
         **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
             -1: whatever is left. Without any: `data=-1`.
 
@@ -278,9 +305,15 @@ def make_mesh(
             )
         )
     if number("timeout", timeout, above=0):
-        raise FzeroValueError(message("make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"))
+        raise FzeroValueError(
+            message(
+                "make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"
+            )
+        )
     if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
-        raise FzeroValueError(message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed"))
+        raise FzeroValueError(
+            message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed")
+        )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
     if unused and local == 0:
@@ -288,7 +321,13 @@ def make_mesh(
     device = where.type
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     if gpu_direct and device == "cuda" and not has_kvikio:
-        raise FzeroValueError(message("make_mesh", "gpu_direct=True, and kvikio is not installed", fix="pip install kvikio-cu12 (or -cu13), or leave it out"))
+        raise FzeroValueError(
+            message(
+                "make_mesh",
+                "gpu_direct=True, and kvikio is not installed",
+                fix="pip install kvikio-cu12 (or -cu13), or leave it out",
+            )
+        )
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
@@ -308,7 +347,9 @@ def make_mesh(
         store = meet(rank, world, timeout)
         _compare_devices(store, rank, world, where, timeout)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
+        )
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -317,7 +358,9 @@ def make_mesh(
     return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
 
 
-def choose_device(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> tuple[torch.device, str | None]:
+def choose_device(
+    asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
+) -> tuple[torch.device, str | None]:
     """Which device is this process's, and a warning if it could have been a better one.
 
     Args:
@@ -329,28 +372,47 @@ def choose_device(asked: str | None, local: int, num_local: int, num_cuda: int, 
     Raises:
         FzeroValueError: no such device, or not one for every process.
     """
-    seen = f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
+    seen = (
+        f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
+    )
     if asked not in (None, "cpu", "cuda"):
         fix = "device='cpu' or 'cuda', or leave it out"
-        raise FzeroValueError(message("make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix))
+        raise FzeroValueError(
+            message(
+                "make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix
+            )
+        )
     if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
         return torch.device("cuda", 0), None
     if asked != "cpu" and num_cuda >= max(num_local, local + 1):
         return torch.device("cuda", local), None
     if asked == "cuda":
-        fix = f"start at most {num_cuda} processes on this host, or take device='cpu'" if num_cuda else "device='cpu', or a PyTorch that sees the GPU"
+        fix = (
+            f"start at most {num_cuda} processes on this host, or take device='cpu'"
+            if num_cuda
+            else "device='cpu', or a PyTorch that sees the GPU"
+        )
         raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", [seen], fix))
-    unused = f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'" if num_cuda and asked is None else None
+    unused = (
+        f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'"
+        if num_cuda and asked is None
+        else None
+    )
     return torch.device("cpu"), unused
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a GPU for several ranks."""
+    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other
+    types, or a GPU for several ranks."""
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
     ranks = {name: [r for r, other in enumerate(names) if other == name] for name in names if name != "cpu"}
-    return [f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}" for name, same in ranks.items() if len(same) > 1]
+    return [
+        f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}"
+        for name, same in ranks.items()
+        if len(same) > 1
+    ]
 
 
 def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.device, timeout: float) -> None:
@@ -358,9 +420,14 @@ def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.dev
     store.set(keys[rank], _name_of(device))
     if missing := absent(store, keys, timeout):
         came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
-        raise DivergenceError(message("make_mesh", "not every rank has come", came, "look at these ranks' errors first"))
+        raise DivergenceError(
+            message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
+        )
     if problems := device_problems([name.decode() for name in store.multi_get(keys)]):
-        fix = "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' to all"
+        fix = (
+            "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
+            "to all"
+        )
         raise FzeroValueError(message("make_mesh", "the ranks' devices do not make a mesh", problems, fix))
 
 
@@ -372,26 +439,35 @@ def _name_of(device: torch.device) -> str:
 
 
 def _one_visible(environment: Mapping[str, str]) -> bool:
-    """Whether the environment shows this process one GPU: its own, or, as `_compare_devices` finds out, the same as its neighbours."""
-    named = [environment[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environment]
+    """Whether the environment shows this process one GPU: its own, or, as `_compare_devices` finds out, the same as its
+    neighbours."""
+    named = [
+        environment[name]
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        if name in environment
+    ]
     return bool(named) and all(devices and "," not in devices for devices in named)
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
-    """New process groups, for each axis the one of the ranks that share this rank's place on the others. All ranks call it together."""
+    """New process groups, for each axis the one of the ranks that share this rank's place on the others. All ranks call
+    it together."""
     names, groups = list(axes), {}
     strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
     for name, size in axes.items():
         others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != name]
         lines = [[sum(start) + i * strides[name] for i in range(size)] for start in itertools.product(*others)]
         wait = datetime.timedelta(seconds=timeout)
-        groups[name], _ = dist.new_subgroups_by_enumeration(lines, timeout=wait, backend="nccl" if options else None, pg_options=options)
+        groups[name], _ = dist.new_subgroups_by_enumeration(
+            lines, timeout=wait, backend="nccl" if options else None, pg_options=options
+        )
     return groups
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep large freed blocks for the next allocation instead of returning them to the system, which maps and clears every page anew:
-    up to ten times the time of what is computed in them. FZERO_MALLOC=default leaves the allocator alone."""
+    """Has glibc keep large freed blocks for the next allocation instead of returning them to the system, which maps and
+    clears every page anew: up to ten times the time of what is computed in them. FZERO_MALLOC=default leaves the
+    allocator alone."""
     if os.environ.get("FZERO_MALLOC") != "default" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         libc.mallopt(mmap_threshold, 1 << 30)
@@ -399,7 +475,8 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Has glibc return what it keeps of freed memory to the system: after something that will not be allocated again."""
+    """Has glibc return what it keeps of freed memory to the system: after something that will not be allocated
+    again."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
@@ -422,9 +499,21 @@ def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
 
 def _checked(axes: dict[str, int]) -> dict[str, int]:
     problems = [f"{name!r} is not one of {', '.join(AXES)}" for name in axes if name not in AXES]
-    problems += [f"{name}={size!r}: a size is a whole number of at least 1" for name, size in axes.items() if type(size) is not int or size < 1]
+    problems += [
+        f"{name}={size!r}: a size is a whole number of at least 1"
+        for name, size in axes.items()
+        if type(size) is not int or size < 1
+    ]
     if problems:
-        raise FzeroValueError(message("mesh", "cannot make this mesh", problems, "give axes with their sizes, e.g. data=8"))
+        raise FzeroValueError(
+            message("mesh", "cannot make this mesh", problems, "give axes with their sizes, e.g. data=8")
+        )
     if math.prod(axes.values()) > _MOST_DEVICES:
-        raise FzeroValueError(message("mesh", f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}", fix="give axes of smaller sizes"))
+        raise FzeroValueError(
+            message(
+                "mesh",
+                f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}",
+                fix="give axes of smaller sizes",
+            )
+        )
     return dict(axes)

@@ -1,4 +1,5 @@
-"""A line that says how far what takes long is: again and again over itself on a terminal, elsewhere a plain line seldom, and none of what is soon done.
+"""A line that says how far what takes long is: again and again over itself on a terminal, elsewhere a plain line
+seldom, and none of what is soon done.
 
 With `FZERO_PROGRESS=off` in the environment there is none.
 """
@@ -34,7 +35,9 @@ class Progress:
     def __call__(self, text: str) -> None:
         """Shows how far it is, if that is due."""
         elapsed = self._clock() - self._begin
-        due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST if self._terminal else SELDOM
+        due = (
+            self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST if self._terminal else SELDOM
+        )
         if elapsed >= due and not self._off:
             self._shown = elapsed
             line = f"{self._what}: {elapsed:.0f} s, {text}"
@@ -51,7 +54,8 @@ class Progress:
 
 @contextmanager
 def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
-    """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is being shown: nothing.
+    """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is
+    being shown: nothing.
 
     Args:
         what: that is done.

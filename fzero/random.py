@@ -1,20 +1,21 @@
 """Counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
 
-[Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of `n`
-elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of the
-global batch a process or micro-batch serves: with M micro-batches, rank r gives its m-th one the part `r * M + m`, and
-`dropout(key, x)` with the batch as leading dim then drops exactly what one draw for the whole batch would have dropped
-there. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every rank;
+[Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of
+`n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of
+the global batch a process or micro-batch serves: with M micro-batches, rank r gives its m-th one the part `r * M + m`,
+and `dropout(key, x)` with the batch as leading dim then drops exactly what one draw for the whole batch would have
+dropped there. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every rank;
 `replicated` sets it to 0, for noise that must be the same everywhere.
 
 [Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
-`start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another shape
-and start (`sub_range`), so a rewrite can shard a draw without drawing the whole; `fzero::draw_from` is that operator with a
-start that is known when it runs (`from_start`), so that one function draws for every rank and every leaf. Deriving a key is one
-node as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a compiler to fuse; run eagerly they
-work in place on blocks that stay in cache.
+`start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another
+shape and start (`sub_range`), so a rewrite can shard a draw without drawing the whole; `fzero::draw_from` is that
+operator with a start that is known when it runs (`from_start`), so that one function draws for every rank and every
+leaf. Deriving a key is one node as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a
+compiler to fuse; run eagerly they work in place on blocks that stay in cache.
 
-Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
+Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC
+2011).
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
         tensor([7, 0, 0])
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise FzeroTypeError(message("random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)"))
+        raise FzeroTypeError(
+            message("random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)")
+        )
     if not 0 <= seed < 1 << 64:
-        raise FzeroValueError(message("random.key", f"seed {seed} does not fit 64 bits", fix="choose a seed from 0 to 2**64 - 1"))
+        raise FzeroValueError(
+            message("random.key", f"seed {seed} does not fit 64 bits", fix="choose a seed from 0 to 2**64 - 1")
+        )
     return torch.tensor([seed & _MASK, seed >> 32, 0], dtype=torch.int64, device=device)
 
 
@@ -88,12 +93,24 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     check_key("random.fold_in", key)
     if isinstance(data, torch.Tensor):
         if data.dim() or data.is_floating_point() or data.is_complex():
-            raise FzeroTypeError(message("random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"))
+            raise FzeroTypeError(
+                message(
+                    "random.fold_in",
+                    f"data is {describe(data)}",
+                    fix="fold in a whole number or a 0-dim integer tensor",
+                )
+            )
         data = data.to(device=key.device, dtype=torch.int64)
     elif not isinstance(data, int) or isinstance(data, bool):
-        raise FzeroTypeError(message("random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"))
+        raise FzeroTypeError(
+            message(
+                "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
+            )
+        )
     elif not 0 <= data < 1 << 62:
-        raise FzeroValueError(message("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1"))
+        raise FzeroValueError(
+            message("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1")
+        )
     else:
         data = torch.full((), data, dtype=torch.int64, device=key.device)
     return DERIVE(key, data, _FOLD)
@@ -104,8 +121,8 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
 
     Args:
         key: int64[3].
-        part: a whole number of at least 0, or a 0-dim integer tensor of one (which is not read on the host). A draw of n
-            elements needs `(part + 1) * n < 2**63`.
+        part: a whole number of at least 0, or a 0-dim integer tensor of one (which is not read on the host). A draw of
+            n elements needs `(part + 1) * n < 2**63`.
 
     Returns: int64[3].
 
@@ -119,12 +136,19 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         return torch.cat([key[:2], part.to(device=key.device, dtype=torch.int64).reshape(1)])
     if not isinstance(part, int) or part < 0:
-        raise FzeroValueError(message("random.with_part", f"a part is a whole number of at least 0, not {part!r}", fix="number the parts from 0"))
+        raise FzeroValueError(
+            message(
+                "random.with_part",
+                f"a part is a whole number of at least 0, not {part!r}",
+                fix="number the parts from 0",
+            )
+        )
     return torch.cat([key[:2], torch.full((1,), part, dtype=torch.int64, device=key.device)])
 
 
 def replicated(key: torch.Tensor) -> torch.Tensor:
-    """The key with part 0: what it draws is the same on every rank and in every micro-batch, e.g. noise on parameters."""
+    """The key with part 0: what it draws is the same on every rank and in every micro-batch, e.g. noise on
+    parameters."""
     return with_part(key, 0)
 
 
@@ -133,7 +157,14 @@ def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return _draw("random.bits", key, shape, "bits")
 
 
-def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, minval: float = 0.0, maxval: float = 1.0) -> torch.Tensor:
+def uniform(
+    key: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+) -> torch.Tensor:
     """Independent numbers, uniform over [minval, maxval).
 
     Drawn as a multiple of 2**-24 in float32 (fewer bits for a narrower dtype: 1 is never among them), then scaled in
@@ -148,7 +179,13 @@ def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.
     _check_dtype("random.uniform", dtype)
     _check_number("random.uniform", minval=minval, maxval=maxval)
     if not (math.isfinite(minval) and math.isfinite(maxval) and minval < maxval):
-        raise FzeroValueError(message("random.uniform", f"[{minval}, {maxval}) is no interval", fix="choose finite bounds with minval < maxval"))
+        raise FzeroValueError(
+            message(
+                "random.uniform",
+                f"[{minval}, {maxval}) is no interval",
+                fix="choose finite bounds with minval < maxval",
+            )
+        )
     out = _draw("random.uniform", key, shape, "uniform")
     levels = min(2 / torch.finfo(dtype).eps, 2.0**24)  # of the dtype between 0 and 1, evenly spaced
     if levels < 2.0**24:
@@ -161,15 +198,17 @@ def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.
 def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Independent standard normal numbers.
 
-    Box-Muller in float32 on two random words an element, then cast to `dtype`; no number is beyond 6.6 standard deviations.
-    The words are the same everywhere; the numbers are, up to the rounding of `log` and `cos` by a device or compiler.
+    Box-Muller in float32 on two random words an element, then cast to `dtype`; no number is beyond 6.6 standard
+    deviations. The words are the same everywhere; the numbers are, up to the rounding of `log` and `cos` by a device or
+    compiler.
 
     Args:
         key: int64[3].
         shape: of the result.
         dtype: any floating dtype.
 
-    Memory: the result in float32, and in `dtype` if that is another; 12 bytes for each of 65,536 elements a thread beside it.
+    Memory: the result in float32, and in `dtype` if that is another; 12 bytes for each of 65,536 elements a thread
+        beside it.
 
     Example:
         >>> normal(key(0), (2, 3)).shape
@@ -208,9 +247,15 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
     """
     _check_number("random.dropout", rate=rate)
     if not isinstance(x, torch.Tensor):
-        raise FzeroTypeError(message("random.dropout", f"drops elements of a tensor, not of {describe(x)}", fix="dropout(key, x, rate)"))
+        raise FzeroTypeError(
+            message("random.dropout", f"drops elements of a tensor, not of {describe(x)}", fix="dropout(key, x, rate)")
+        )
     if not 0 <= rate < 1:
-        raise FzeroValueError(message("random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"))
+        raise FzeroValueError(
+            message(
+                "random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"
+            )
+        )
     check_key("random.dropout", key)
     if rate == 0:
         return x
@@ -228,7 +273,8 @@ def sub_range(args: Sequence[Any], lo: int, hi: int) -> tuple[Any, ...]:
 
 
 def from_start(args: Sequence[Any], start: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Arguments of `DRAW_FROM` for as many elements as `shape` has of what `DRAW` draws with `args`, from element `start` on, a 0-dim int64 tensor."""
+    """Arguments of `DRAW_FROM` for as many elements as `shape` has of what `DRAW` draws with `args`, from element
+    `start` on, a 0-dim int64 tensor."""
     key, _, numel, _, kind = args
     return key, start, list(shape), numel, kind
 
@@ -243,29 +289,54 @@ def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> tor
 def check_key(where: str, key: Any) -> None:
     """Raises if a value is not a key."""
     if not isinstance(key, torch.Tensor):
-        raise FzeroTypeError(message(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)"))
+        raise FzeroTypeError(
+            message(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)")
+        )
     if key.dtype != torch.int64 or key.shape != (3,):
         problems = [f"a key is int64[3], this is {describe(key)}"]
-        fix = "take one of the keys that split returned" if key.dtype == torch.int64 and key.dim() > 1 else "make one with fz.random.key(seed)"
+        fix = (
+            "take one of the keys that split returned"
+            if key.dtype == torch.int64 and key.dim() > 1
+            else "make one with fz.random.key(seed)"
+        )
         raise FzeroTypeError(message(where, "not a key", problems, fix))
 
 
 def _check_shape(where: str, shape: Any) -> None:
-    if not isinstance(shape, Sequence) or isinstance(shape, str) or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape):
+    if (
+        not isinstance(shape, Sequence)
+        or isinstance(shape, str)
+        or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape)
+    ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
-        raise FzeroTypeError(message(where, f"{given} is no shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"))
+        raise FzeroTypeError(
+            message(where, f"{given} is no shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key")
+        )
 
 
 def _check_number(where: str, **numbers: Any) -> None:
-    if wrong := [f"{name}={describe(x) if isinstance(x, torch.Tensor) else repr(x)}" for name, x in numbers.items() if not isinstance(x, (int, float))]:
-        raise FzeroTypeError(message(where, "these are numbers", wrong, "give a Python number; the order of the arguments is in the docstring"))
+    if wrong := [
+        f"{name}={describe(x) if isinstance(x, torch.Tensor) else repr(x)}"
+        for name, x in numbers.items()
+        if not isinstance(x, (int, float))
+    ]:
+        raise FzeroTypeError(
+            message(
+                where,
+                "these are numbers",
+                wrong,
+                "give a Python number; the order of the arguments is in the docstring",
+            )
+        )
 
 
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
         raise FzeroTypeError(message(where, f"{dtype!r} is no dtype", fix="e.g. torch.float32"))
     if not dtype.is_floating_point:
-        raise FzeroTypeError(message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers"))
+        raise FzeroTypeError(
+            message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers")
+        )
 
 
 def _threefry(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
@@ -284,7 +355,8 @@ def _threefry(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 
 
 def _threefry_(k0: Any, k1: Any, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor) -> None:
-    """`_threefry` in place on int32 tensors, three times as fast: eager int32 additions wrap around. The words are int or int64[]."""
+    """`_threefry` in place on int32 tensors, three times as fast: eager int32 additions wrap around. The words are int
+    or int64[]."""
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0.add_(_signed(k0))
     x1.add_(_signed(k1))

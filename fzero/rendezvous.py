@@ -1,12 +1,14 @@
-"""Brings the processes of one start together in the launcher's key-value store, under a name that no earlier start has used.
+"""Brings the processes of one start together in the launcher's key-value store, under a name that no earlier start has
+used.
 
-torchrun keeps one store over all its restarts, so a process that starts again finds what its predecessors wrote: addresses that nobody listens on,
-counters that have moved on. Therefore the processes first agree on a *generation*, and all that follows (PyTorch's process groups, fzero's own notes)
-is written under its name.
+torchrun keeps one store over all its restarts, so a process that starts again finds what its predecessors wrote:
+addresses that nobody listens on, counters that have moved on. Therefore the processes first agree on a *generation*,
+and all that follows (PyTorch's process groups, fzero's own notes) is written under its name.
 
-[Note: generation] Every rank writes a number of its own, drawn anew by each process. Rank 0 reads all of them, draws a generation and publishes both. A
-rank acknowledges a generation only if its own number is among those it was made for; so one made from a predecessor's number is never complete, and
-rank 0 publishes another as soon as a number changes. When every rank has acknowledged, rank 0 lets them go.
+[Note: generation] Every rank writes a number of its own, drawn anew by each process. Rank 0 reads all of them, draws a
+generation and publishes both. A rank acknowledges a generation only if its own number is among those it was made for;
+so one made from a predecessor's number is never complete, and rank 0 publishes another as soon as a number changes.
+When every rank has acknowledged, rank 0 lets them go.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _LONGEST_PAUSE = 0.1  # seconds between two looks at the store; shorter at first
 
 
 def meet(rank: int, world: int, timeout: float) -> dist.Store:
-    """The store that the launcher's environment names, under the generation of the processes that have come, once every rank has.
+    """The store that the launcher's environment names, under the generation of the processes that have come, once every
+    rank has.
 
     Raises:
         DivergenceError: the store cannot be reached, or ranks did not come in time, by number.
@@ -36,12 +39,26 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     try:
         store, *_ = next(iter(dist.rendezvous("env://", rank, world, timeout=datetime.timedelta(seconds=timeout))))
     except (dist.DistError, RuntimeError) as error:
-        raise DivergenceError(message("make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix)) from error
+        raise DivergenceError(
+            message(
+                "make_mesh",
+                f"the store of rank 0 cannot be reached in {timeout:g} s",
+                [str(error).splitlines()[0]],
+                fix,
+            )
+        ) from error
     generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
-        raise DivergenceError(message("make_mesh", "not every rank has come", [f"rank {r} did not come in {timeout:g} s" for r in missing], fix))
+        raise DivergenceError(
+            message(
+                "make_mesh",
+                "not every rank has come",
+                [f"rank {r} did not come in {timeout:g} s" for r in missing],
+                fix,
+            )
+        )
     found = dist.PrefixStore(f"fzero/generation/{generation}", store)
     launcher.tell_through(found)
     return found
@@ -79,7 +96,8 @@ def _follow(store: dist.Store, rank: int, world: int, deadline: float) -> str:
 
 
 def _looks(deadline: float) -> Iterator[None]:
-    """Yields until the deadline, with growing pauses. The store is asked, not waited on: a wait that ends in vain is a warning of c10d's each time."""
+    """Yields until the deadline, with growing pauses. The store is asked, not waited on: a wait that ends in vain is a
+    warning of c10d's each time."""
     pause = 0.001
     while True:
         yield

@@ -1,7 +1,8 @@
-"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference semantics.
+"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference
+semantics.
 
-A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions eagerly
-through autograd, whatever its transforms: they change how a step is carried out, not what it means.
+A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions
+eagerly through autograd, whatever its transforms: they change how a step is carried out, not what it means.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from fzero.trace.refusals import plainly
 from fzero.trace.untouched import Untouched, without_gradients
 
 INIT_STREAM = 0x1717
-"""What the key given to `init` is folded with to become the state's key, so that no step draws what the init function drew."""
+"""What the key given to `init` is folded with to become the state's key, so that no step draws what the init function
+drew."""
 
 
 MADE_ANEW = frozenset({"compute", "gradients"})
-"""What of a state's extras follows from the rest of it, or is written in each step before it is read: no checkpoint has it."""
+"""What of a state's extras follows from the rest of it, or is written in each step before it is read: no checkpoint has
+it."""
 
 
 class State(NamedTuple):
@@ -46,7 +49,8 @@ class State(NamedTuple):
 
 
 def lasting(state: Any) -> Any:
-    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait. Anything else as it is."""
+    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait.
+    Anything else as it is."""
     if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
         return state
     return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
@@ -75,14 +79,34 @@ class Step:
             FzeroValueError: a tied leaf of which `trainable` accepts some paths alone.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
-        asked = [not kept and (x.is_floating_point() or x.is_complex()) for kept, x in zip(self.mutates(params), meta, strict=True)]
+        asked = [
+            not kept and (x.is_floating_point() or x.is_complex())
+            for kept, x in zip(self.mutates(params), meta, strict=True)
+        ]
         ask = self.trainable
-        accepted = [a and (ask is None or accepts("train_step", "trainable", ask, p, x)) for a, p, x in zip(asked, paths, meta, strict=True)]
-        if wrong := [f"{p}: {tree.describe(x)}" for p, x, trained in zip(paths, meta, accepted, strict=True) if trained and x.is_complex()]:
-            fix = "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
+        accepted = [
+            a and (ask is None or accepts("train_step", "trainable", ask, p, x))
+            for a, p, x in zip(asked, paths, meta, strict=True)
+        ]
+        if wrong := [
+            f"{p}: {tree.describe(x)}"
+            for p, x, trained in zip(paths, meta, accepted, strict=True)
+            if trained and x.is_complex()
+        ]:
+            fix = (
+                "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: "
+                "trainable=lambda path, leaf: not leaf.is_complex()"
+            )
             raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
         if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "trainable"):
-            raise FzeroValueError(message("train_step", "tied leaves are trained by some of their paths alone", torn, "accept all their paths, or none"))
+            raise FzeroValueError(
+                message(
+                    "train_step",
+                    "tied leaves are trained by some of their paths alone",
+                    torn,
+                    "accept all their paths, or none",
+                )
+            )
         return accepted
 
     def mutates(self, params: Any) -> list[bool]:
@@ -93,20 +117,55 @@ class Step:
             FzeroValueError: a tied leaf of which `mutable` accepts some paths alone; paths of which it accepts none.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
-        accepted = [self.mutable is not None and accepts("train_step", "mutable", self.mutable, p, x) for p, x in zip(paths, meta, strict=True)]
+        accepted = [
+            self.mutable is not None and accepts("train_step", "mutable", self.mutable, p, x)
+            for p, x in zip(paths, meta, strict=True)
+        ]
         if self.mutable is not None and not any(accepted) and (missed := accepts_none("mutable", self.mutable, paths)):
-            raise FzeroValueError(message("train_step", "no leaf is mutable", missed, "give a part of a path as it stands here, or leave `mutable` out"))
-        if wrong := [f"{p}: {tree.describe(x)}" for p, x, kept in zip(paths, meta, accepted, strict=True) if kept and x.is_complex()]:
-            raise FzeroTypeError(message("train_step", "complex leaves are not averaged over ranks", wrong, "give torch.view_as_real(leaf) in its place"))
+            raise FzeroValueError(
+                message(
+                    "train_step",
+                    "no leaf is mutable",
+                    missed,
+                    "give a part of a path as it stands here, or leave `mutable` out",
+                )
+            )
+        if wrong := [
+            f"{p}: {tree.describe(x)}"
+            for p, x, kept in zip(paths, meta, accepted, strict=True)
+            if kept and x.is_complex()
+        ]:
+            raise FzeroTypeError(
+                message(
+                    "train_step",
+                    "complex leaves are not averaged over ranks",
+                    wrong,
+                    "give torch.view_as_real(leaf) in its place",
+                )
+            )
         if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):
-            raise FzeroValueError(message("train_step", "tied leaves are mutable by some of their paths alone", torn, "accept all their paths, or none"))
+            raise FzeroValueError(
+                message(
+                    "train_step",
+                    "tied leaves are mutable by some of their paths alone",
+                    torn,
+                    "accept all their paths, or none",
+                )
+            )
         return accepted
 
     def optimized(self, params: Any) -> Any:
-        """The parameters as the optimizer sees them: None for a leaf that is not trained, and for every tie but the first."""
+        """The parameters as the optimizer sees them: None for a leaf that is not trained, and for every tie but the
+        first."""
         flat, structure = tree.flatten(params)
         first = ties(flat)
-        return tree.unflatten(structure, [x if keep and first[i] == i else None for i, (x, keep) in enumerate(zip(flat, self.trains(params), strict=True))])
+        return tree.unflatten(
+            structure,
+            [
+                x if keep and first[i] == i else None
+                for i, (x, keep) in enumerate(zip(flat, self.trains(params), strict=True))
+            ],
+        )
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state.
@@ -126,12 +185,19 @@ class Step:
         leaves, structure = tree.flatten(params)
         copies: dict[int, torch.Tensor] = {}
         params = tree.unflatten(structure, [copies.setdefault(i, leaves[i].detach().clone()) for i in ties(leaves)])
-        return State(torch.zeros((), dtype=torch.int64), params, self.optimizer.init(self.optimized(params)), fzrandom.fold_in(key, INIT_STREAM), {})
+        return State(
+            torch.zeros((), dtype=torch.int64),
+            params,
+            self.optimizer.init(self.optimized(params)),
+            fzrandom.fold_in(key, INIT_STREAM),
+            {},
+        )
 
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
         """One step, eagerly, on one device, the whole batch at once: what every transform of it must equal.
 
-        Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`.
+        Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
+            `aux`.
         """
         check_one_batch(more)
         check_state(state, "make one with step.init")
@@ -145,8 +211,17 @@ class Step:
 
         mutable = self.mutates(state.params)
         if not trained:
-            raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
-        with torch.inference_mode(False), torch.enable_grad(), plainly("train_step"), Untouched("train_step", params=state.params, batch=batch):
+            raise FzeroValueError(
+                message(
+                    "train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"
+                )
+            )
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            plainly("train_step"),
+            Untouched("train_step", params=state.params, batch=batch),
+        ):
             values = [leaves[i].detach().requires_grad_() for i in trained]
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
@@ -163,14 +238,25 @@ class Step:
         grads = tree.unflatten(structure, [by_index.get(i) for i in range(len(leaves))])
         norm = global_norm(grads)
         optimized = self.optimized(state.params)
-        with plainly("optimizer"), Untouched("optimizer", **{"the gradient of params": grads}, opt_state=state.opt_state, params=optimized):
+        with (
+            plainly("optimizer"),
+            Untouched("optimizer", **{"the gradient of params": grads}, opt_state=state.opt_state, params=optimized),
+        ):
             new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
         trains = zip(trained, found, tree.leaves(new_params), strict=True)
         new = {i: x for i, g, x in trains if g is not None} | changed  # as torch.optim leaves those without a gradient
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
-        metrics: dict[str, Any] = {"loss": value, "grad_norm": norm, "finite": torch.isfinite(value) & torch.isfinite(norm)}
+        metrics: dict[str, Any] = {
+            "loss": value,
+            "grad_norm": norm,
+            "finite": torch.isfinite(value) & torch.isfinite(norm),
+        }
         if tree.leaves(aux):
-            metrics["aux"] = tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, aux, is_leaf=lambda x: isinstance(x, Weighted))
+            metrics["aux"] = tree.map(
+                lambda x: x.total / x.count if isinstance(x, Weighted) else x,
+                aux,
+                is_leaf=lambda x: isinstance(x, Weighted),
+            )
         return State(state.step + 1, params, opt_state, state.key, state.extras), metrics
 
 
@@ -191,7 +277,11 @@ class EvalStep:
         check_params(params, "eval_step")
         with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
             result = self.fn(params, *batch)
-        return tree.map(lambda x: x.total / x.count if isinstance(x, Weighted) else x, result, is_leaf=lambda x: isinstance(x, Weighted))
+        return tree.map(
+            lambda x: x.total / x.count if isinstance(x, Weighted) else x,
+            result,
+            is_leaf=lambda x: isinstance(x, Weighted),
+        )
 
 
 def train_step(
@@ -205,26 +295,29 @@ def train_step(
     """A training step from a loss and an optimizer.
 
     Args:
-        loss_fn: `(params, batch) -> loss`, a 0-dim floating-point tensor, the mean over the batch; or `fz.weighted(total, count)`; or
-            `(loss, aux)` with `has_aux`. A keyword-only parameter `key` receives the step's PRNG key.
+        loss_fn: `(params, batch) -> loss`, a 0-dim floating-point tensor, the mean over the batch; or
+            `fz.weighted(total, count)`; or `(loss, aux)` with `has_aux`. A keyword-only parameter `key` receives the
+            step's PRNG key.
         optimizer: a pair `init(params)`, `update(grads, opt_state, params)`: see `fzero.optim`.
-        has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over ranks and
-            micro-batches, `fz.weighted` ones exactly.
-        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves are never trained, and complex ones are
-            to be refused. Of a tied leaf it accepts all paths, or none.
-        mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the running statistics of a batch norm: it returns
-            `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new` is a tree like `params` with a value for each of these leaves, in its shape and dtype;
-            other leaves are left out, None, or as they came. They are assigned at the end of the step. Floating-point values are averaged over ranks and
-            micro-batches, others must be the same on all of them. They get no gradient and no optimizer state, rest whole and in their own dtype. See
-            docs/mutable.md.
+        has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over
+            ranks and micro-batches, `fz.weighted` ones exactly.
+        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves
+            are never trained, and complex ones are to be refused. Of a tied leaf it accepts all paths, or none.
+        mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the running
+            statistics of a batch norm: it returns `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new` is a tree
+            like `params` with a value for each of these leaves, in its shape and dtype; other leaves are left out,
+            None, or as they came. They are assigned at the end of the step. Floating-point values are averaged over
+            ranks and micro-batches, others must be the same on all of them. They get no gradient and no optimizer
+            state, rest whole and in their own dtype. See docs/mutable.md.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`, or that takes other arguments; from the step, a complex leaf that is not refused; new
-            values that are missing, of another shape or dtype, or of leaves that `mutable` does not accept.
-        FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone; new values that are not floating point
-            and differ between ranks or micro-batches, on every rank alike.
+        FzeroTypeError: an optimizer without `init` and `update`, or that takes other arguments; from the step, a
+            complex leaf that is not refused; new values that are missing, of another shape or dtype, or of leaves that
+            `mutable` does not accept.
+        FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone;
+            new values that are not floating point and differ between ranks or micro-batches, on every rank alike.
         TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.
 
     Example:
@@ -236,11 +329,20 @@ def train_step(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
-    fix = "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in path"
+    fix = (
+        "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in "
+        "path"
+    )
     if callable(loss_fn) and not _takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
-            problems.append(f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not take (params, batch)")
-            fix = "write a loss_fn(params, batch) with torch.func.functional_call(module, params, inputs); params: dict(module.named_parameters())"
+            problems.append(
+                f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not "
+                f"take (params, batch)"
+            )
+            fix = (
+                "write a loss_fn(params, batch) with torch.func.functional_call(module, params, inputs); params: "
+                "dict(module.named_parameters())"
+            )
         else:
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
@@ -249,7 +351,9 @@ def train_step(
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
-    if problems := function("optimizer.init", optimizer.init, "params") + function("optimizer.update", optimizer.update, "grads", "opt_state", "params"):
+    if problems := function("optimizer.init", optimizer.init, "params") + function(
+        "optimizer.update", optimizer.update, "grads", "opt_state", "params"
+    ):
         fix = "write init(params) -> opt_state and update(grads, opt_state, params) -> (updates, opt_state)"
         raise FzeroTypeError(message("train_step", "this optimizer cannot be called", problems, fix))
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
@@ -258,11 +362,13 @@ def train_step(
 def eval_step(fn: Callable[..., Any]) -> EvalStep:
     """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
 
-    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See docs/evaluation.md.
+    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See
+    docs/evaluation.md.
 
     Args:
-        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a pytree of tensors: no gradient is taken.
-            It gets no key: what is drawn in an evaluation comes from a key that is one of its arguments.
+        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a
+            pytree of tensors: no gradient is taken. It gets no key: what is drawn in an evaluation comes from a key
+            that is one of its arguments.
 
     Raises:
         FzeroTypeError: a function that cannot be called so.
@@ -272,18 +378,26 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
-    problems = [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    problems = (
+        [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    )
     fix = "write fn(params, *batch), e.g. the loss function"
     if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
-        problems = [f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"]
-        fix = "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, key: loss_fn(params, batch, key=key))"
+        problems = [
+            f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"
+        ]
+        fix = (
+            "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, "
+            "key: loss_fn(params, batch, key=key))"
+        )
     if problems:
         raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, fix))
     return EvalStep(fn)
 
 
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
-    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of any size.
+    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
+    any size.
 
     A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not.
 
@@ -304,7 +418,14 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
     else:
         problems += number("count", count, at_least=0, below=math.inf)
     if problems:
-        raise FzeroTypeError(message("weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"))
+        raise FzeroTypeError(
+            message(
+                "weighted",
+                "takes a sum and what it is a sum over",
+                problems,
+                "fz.weighted(losses.sum(), losses.numel())",
+            )
+        )
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), dtype=torch.float32, device=total.device)
     return Weighted(total, count)
@@ -313,16 +434,26 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
 def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Several transforms as one. Their order does not matter: transforms commute."""
 
-    wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transforms) if not callable(t) or isinstance(t, (Step, EvalStep))]
+    wrong = [
+        f"argument {i}: {type(t).__name__}"
+        for i, t in enumerate(transforms)
+        if not callable(t) or isinstance(t, (Step, EvalStep))
+    ]
     fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
     if wrong:
         raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
 
     def apply(step: Any) -> Any:
         for i, transform in enumerate(transforms):
-            step = transform.add(step) if hasattr(transform, "add") else transform(step)  # one that does nothing to an evaluation is taken along
+            step = (
+                transform.add(step) if hasattr(transform, "add") else transform(step)
+            )  # one that does nothing to an evaluation is taken along
             if not hasattr(step, "transforms"):
-                raise FzeroTypeError(message("compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix))
+                raise FzeroTypeError(
+                    message(
+                        "compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix
+                    )
+                )
         return step
 
     return apply
@@ -348,7 +479,8 @@ def _takes(loss_fn: Callable[..., Any]) -> bool:
 
 
 def check_arguments(fn: Callable[..., Any], num: int) -> None:
-    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python cannot tell it does."""
+    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python
+    cannot tell it does."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -356,8 +488,18 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
     try:
         signature.bind(None, *[None] * num)
     except TypeError as error:
-        what = f"{getattr(fn, '__name__', type(fn).__name__)}{signature} is called with the parameters and {num} more argument{'s' * (num != 1)}"
-        raise FzeroTypeError(message("eval_step", what, [str(error)], "give each of its arguments by itself: evaluate(params, inputs, labels)")) from None
+        what = (
+            f"{getattr(fn, '__name__', type(fn).__name__)}{signature} is called with the parameters and {num} more "
+            f"argument{'s' * (num != 1)}"
+        )
+        raise FzeroTypeError(
+            message(
+                "eval_step",
+                what,
+                [str(error)],
+                "give each of its arguments by itself: evaluate(params, inputs, labels)",
+            )
+        ) from None
 
 
 def check_init(init_fn: Any) -> None:
@@ -367,7 +509,9 @@ def check_init(init_fn: Any) -> None:
         raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
     if callable(init_fn) and (problems := function("params", init_fn, "key")):
         fix = "write init(key), e.g. lambda key: params"
-        raise FzeroTypeError(message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix))
+        raise FzeroTypeError(
+            message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix)
+        )
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
@@ -395,7 +539,13 @@ def check_one_batch(more: tuple[Any, ...]) -> None:
     """Raises if a training step is given more than a state and a batch."""
     if more:
         what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
-        raise FzeroTypeError(message("step", what, fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))"))
+        raise FzeroTypeError(
+            message(
+                "step",
+                what,
+                fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))",
+            )
+        )
 
 
 def check_batch(batch: Any) -> None:
@@ -407,8 +557,8 @@ def check_batch(batch: Any) -> None:
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
-    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the methods of a class of the user's own,
-    the graph that they come from, which a gradient would go on into."""
+    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the
+    methods of a class of the user's own, the graph that they come from, which a gradient would go on into."""
     if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
         return
     check_batch(batch)
@@ -419,12 +569,18 @@ def check_bare(batch: Any, flat: list[Any]) -> None:
             found += [f"{path} requires a gradient"] if x.requires_grad and torch.is_grad_enabled() else []
             found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
     if found:
-        fix = "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves of their own"
-        raise FzeroTypeError(message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix))
+        fix = (
+            "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves "
+            "of their own"
+        )
+        raise FzeroTypeError(
+            message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix)
+        )
 
 
 def check_state(state: Any, fix: str, owner: str = "step") -> None:
-    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the optimizer's."""
+    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the
+    optimizer's."""
     if not isinstance(state, State):
         raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
     scalars = {"step": (state.step, ()), "key": (state.key, (3,))}
@@ -449,5 +605,10 @@ def check_params(params: Any, owner: str = "init") -> None:
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:
         raise FzeroTypeError(
-            message(owner, "parameters are tensors", wrong or ["there are none"], "put settings in the function (or close over them), tensors in params")
+            message(
+                owner,
+                "parameters are tensors",
+                wrong or ["there are none"],
+                "put settings in the function (or close over them), tensors in params",
+            )
         )

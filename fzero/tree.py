@@ -48,19 +48,24 @@ def structure(tree: Tree) -> TreeSpec:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container is a leaf."""
+    """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container
+    is a leaf."""
     flat, spec = flatten(tree, is_leaf)
     return unflatten(spec, [fn(*args) for args in zip(flat, *_alike("map", spec, rest), strict=True)])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
-    """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in `paths`."""
+    """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in
+    `paths`."""
     flat, spec = flatten(tree)
-    return unflatten(spec, [fn(*args) for args in zip(paths(tree, root), flat, *_alike("map_with_path", spec, rest), strict=True)])
+    return unflatten(
+        spec, [fn(*args) for args in zip(paths(tree, root), flat, *_alike("map_with_path", spec, rest), strict=True)]
+    )
 
 
 def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
-    """The leaves of trees of one structure. Not `leaves(r)`: as many leaves under other names are not the same structure.
+    """The leaves of trees of one structure. Not `leaves(r)`: as many leaves under other names are not the same
+    structure.
 
     Raises:
         FzeroValueError: a tree of another structure.
@@ -68,7 +73,14 @@ def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
     try:
         return [spec.flatten_up_to(r) for r in rest]
     except (ValueError, TypeError) as error:
-        raise FzeroValueError(message(f"tree.{owner}", "the trees differ in structure", [str(error)], "give trees with the same containers and keys")) from None
+        raise FzeroValueError(
+            message(
+                f"tree.{owner}",
+                "the trees differ in structure",
+                [str(error)],
+                "give trees with the same containers and keys",
+            )
+        ) from None
 
 
 def paths(tree: Tree, root: str = "") -> list[str]:
@@ -101,16 +113,25 @@ def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:
 def unnamed(tree: Tree, root: str = "") -> list[str]:
     """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers."""
     keys = [[x.entry for x in accessor if isinstance(x, optree.MappingEntry)] for accessor in _accessors(tree)]
-    return [p for p, own in zip(paths(tree, root), keys, strict=True) if any(type(k) not in (str, int, bool, type(None)) for k in own)]
+    return [
+        p
+        for p, own in zip(paths(tree, root), keys, strict=True)
+        if any(type(k) not in (str, int, bool, type(None)) for k in own)
+    ]
 
 
 class Contents:
-    """What the containers of a tree hold, by identity, to tell whether anything was put in place of another since. To ask takes 40 ns an item, a fifth of
-    what flattening the tree would. A tree is not changed by what is written into its tensors."""
+    """What the containers of a tree hold, by identity, to tell whether anything was put in place of another since. To
+    ask takes 40 ns an item, a fifth of what flattening the tree would. A tree is not changed by what is written into
+    its tensors."""
 
     def __init__(self, *trees: Tree):
-        self._views: list[Iterable[Any]] = []  # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
-        self._others: list[tuple[Any, list[Any]]] = []  # containers that can be seen through optree alone, and what they held
+        self._views: list[
+            Iterable[Any]
+        ] = []  # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
+        self._others: list[
+            tuple[Any, list[Any]]
+        ] = []  # containers that can be seen through optree alone, and what they held
         for node in trees:
             flatten(node)  # registers dataclasses
             self._look(node)
@@ -122,7 +143,10 @@ class Contents:
         """Whether every container still holds the same objects, under the same keys, in the same order."""
         if not all(builtins.map(operator.is_, self._held, itertools.chain.from_iterable(self._views))):
             return False
-        return all(len(now := _children(x)) == len(held) and all(builtins.map(operator.is_, now, held)) for x, held in self._others)
+        return all(
+            len(now := _children(x)) == len(held) and all(builtins.map(operator.is_, now, held))
+            for x, held in self._others
+        )
 
     def _look(self, node: Tree) -> None:
         if optree.tree_is_leaf(node, namespace=_NAMESPACE):

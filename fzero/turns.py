@@ -1,10 +1,13 @@
-"""What ranks do together they do in turns, numbered alike on all of them: a run of a program, an exchange of notes, a checkpoint.
+"""What ranks do together they do in turns, numbered alike on all of them: a run of a program, an exchange of notes, a
+checkpoint.
 
-A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different things, and one that has left while
-others wait for it, are an error on each of them that names both sides, after a second and not after the mesh's timeout.
+A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different
+things, and one that has left while others wait for it, are an error on each of them that names both sides, after a
+second and not after the mesh's timeout.
 
-A turn that ends in the middle (an error of the user's, Ctrl-C, a rank that did not come) leaves the ranks out of step: what one has sent would be taken for
-something later. So it is the last one, on every rank: the first reason stands in the store, and every later call raises it.
+A turn that ends in the middle (an error of the user's, Ctrl-C, a rank that did not come) leaves the ranks out of step:
+what one has sent would be taken for something later. So it is the last one, on every rank: the first reason stands in
+the store, and every later call raises it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at fir
 
 
 class Turns:
-    """A rank's turns on a mesh. Without a store, on a mesh of one device, it only counts. `timeout`: seconds that a rank waits for another."""
+    """A rank's turns on a mesh. Without a store, on a mesh of one device, it only counts. `timeout`: seconds that a
+    rank waits for another."""
 
     pause = 1.0  # seconds that a rank waits for others before it looks where they are, and between two looks
 
@@ -43,13 +47,15 @@ class Turns:
             self._say()
 
     def begin(self, kind: str, about: str = "", say: bool = True) -> None:
-        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people. `say`: the others can see it at once."""
+        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people.
+        `say`: the others can see it at once."""
         self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
         if say:
             self._say()
 
     def meet(self, owner: str) -> None:
-        """Returns when all ranks are in the same turn. Communication: one round trip to the store, and another for the last rank that comes.
+        """Returns when all ranks are in the same turn. Communication: one round trip to the store, and another for the
+        last rank that comes.
 
         Raises:
             DivergenceError: they are in different ones, or a rank did not come in time.
@@ -64,9 +70,17 @@ class Turns:
                 self._store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
-            places = {r: json.loads(self._store.get(_place(r)))["number"] if self._store.check([_place(r)]) else 0 for r in range(self._size)}
-            came = [f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number]
-            fix = "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if rank == 0`: all of them take part"
+            places = {
+                r: json.loads(self._store.get(_place(r)))["number"] if self._store.check([_place(r)]) else 0
+                for r in range(self._size)
+            }
+            came = [
+                f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number
+            ]
+            fix = (
+                "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
+                "rank == 0`: all of them take part"
+            )
             error = DivergenceError(message(owner, f"not every rank has come: {self._about}", came, fix))
             self.end(error)
             raise error
@@ -93,39 +107,58 @@ class Turns:
                 self.end(error)
                 raise
             text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
-            raise DivergenceError(message(owner, text, fix="look at that process's errors; go on from the last checkpoint")) from error
+            raise DivergenceError(
+                message(owner, text, fix="look at that process's errors; go on from the last checkpoint")
+            ) from error
         return []
 
     def look(self, owner: str) -> None:
         """Called from time to time while this rank waits for others.
 
         Raises:
-            DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left before it, or has died on this host.
+            DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left
+                before it, or has died on this host.
         """
         if self._store is None:
             return
         others = {}
-        with contextlib.suppress(dist.DistError):  # a store that is gone knows nothing: whoever waits for it will say so
+        with contextlib.suppress(
+            dist.DistError
+        ):  # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
                 self._say()
-            if self._store.check([_ENDED]):  # before the others' notes are read: who ended a turn because ranks had parted has read them
+            if self._store.check(
+                [_ENDED]
+            ):  # before the others' notes are read: who ended a turn because ranks had parted has read them
                 self._ended = self._store.get(_ENDED).decode()
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([_place(rank)]):
                     others[rank] = json.loads(self._store.get(_place(rank)))
-        parted = {r: f"rank {r}: {x['about']}" for r, x in others.items() if x["number"] == self._number and x["kind"] != self._kind}
+        parted = {
+            r: f"rank {r}: {x['about']}"
+            for r, x in others.items()
+            if x["number"] == self._number and x["kind"] != self._kind
+        }
         gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
         if not (parted or gone):
             self.check(owner)
             return
-        parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {self._rank: f"rank {self._rank}: {self._about}"}
+        parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {
+            self._rank: f"rank {self._rank}: {self._about}"
+        }
         lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
-        fix = "every rank makes the same calls in the same order, as often, with batches of one shape and under the same settings of PyTorch"
+        fix = (
+            "every rank makes the same calls in the same order, as often, with batches of one shape and under the same "
+            "settings of PyTorch"
+        )
         what = "another rank has left" if gone else "the ranks do different things"
-        raise DivergenceError(message(owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix))
+        raise DivergenceError(
+            message(owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix)
+        )
 
     def end(self, error: BaseException) -> None:
-        """Called when a turn ended in the middle on this rank: there is no further one. The others find the first reason where they look."""
+        """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
+        reason where they look."""
         if self._store is None or self._ended:
             return
         self._ended = why = _brief(error, self._rank)
@@ -133,7 +166,8 @@ class Turns:
             self._ended = self._store.compare_set(_ENDED, "", why).decode()
 
     def check(self, owner: str) -> None:
-        """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another rank."""
+        """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another
+        rank."""
         if self._ended:
             what = "a call on this mesh ended in the middle: its ranks are out of step, and what it wrote is lost"
             fix = "start again; or on every rank close_mesh(), make_mesh(), compile, and restore the last checkpoint"
@@ -151,7 +185,13 @@ class Turns:
 
     def _say(self, left: bool = False) -> None:
         assert self._store is not None
-        note = {"number": self._number, "kind": self._kind, "about": self._about, "left": left, "process": [*_host(), os.getpid()]}
+        note = {
+            "number": self._number,
+            "kind": self._kind,
+            "about": self._about,
+            "left": left,
+            "process": [*_host(), os.getpid()],
+        }
         self._store.set(_place(self._rank), json.dumps(note))
         self._said = True
 
@@ -173,7 +213,8 @@ def leave_all() -> None:
 
 
 def _host() -> tuple[str, str]:
-    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its numbers."""
+    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its
+    numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
     except OSError:

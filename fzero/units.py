@@ -10,7 +10,11 @@ from typing import Any
 
 from fzero.errors import FzeroValueError, message
 
-_UNITS = {"": 1, **{f"{p}": 1000 ** (i + 1) for i, p in enumerate("KMGT")}, **{f"{p}I": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}
+_UNITS = {
+    "": 1,
+    **{f"{p}": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
+    **{f"{p}I": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
+}
 
 
 def parse_bytes(size: Any) -> int:
@@ -27,12 +31,19 @@ def parse_bytes(size: Any) -> int:
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", size.upper()) if isinstance(size, str) else None
     if found is None or found[2] not in _UNITS:
-        raise FzeroValueError(message("plan", f"{size!r} is no amount of memory", fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)'))
+        raise FzeroValueError(
+            message(
+                "plan",
+                f"{size!r} is no amount of memory",
+                fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)',
+            )
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | None, int | None]:
-    """The bytes of three budgets, None where there is none. Nothing runs in no memory; a host or a disk may have none to spare.
+    """The bytes of three budgets, None where there is none. Nothing runs in no memory; a host or a disk may have none
+    to spare.
 
     Raises:
         FzeroValueError: what is no amount, or a memory budget of 0.
@@ -49,13 +60,19 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
             problems.append(f"{name}={budget!r}: nothing runs in no memory")
     if problems:
         raise FzeroValueError(
-            message("plan", "invalid budgets", problems, 'give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30), or leave it out')
+            message(
+                "plan",
+                "invalid budgets",
+                problems,
+                'give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30), or leave it out',
+            )
         )
     return found[0], found[1], found[2]
 
 
 def size(nbytes: float) -> str:
-    """Bytes as text, in units of 2^10 as the tools of devices print memory: bytes exactly, else to a tenth, from GiB on to a hundredth.
+    """Bytes as text, in units of 2^10 as the tools of devices print memory: bytes exactly, else to a tenth, from GiB on
+    to a hundredth.
 
     Example:
         >>> size(1000), size(43360), size((1 << 20) - 10), size(3 << 29), size(3 << 40)

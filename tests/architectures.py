@@ -1,4 +1,5 @@
-"""Architectures of `transformers` as tiny models with random weights, and what a step makes of them beside PyTorch. Nothing is downloaded.
+"""Architectures of `transformers` as tiny models with random weights, and what a step makes of them beside PyTorch.
+Nothing is downloaded.
 
 `functional` is what a user writes to train a module: its tensors as one tree, its layers as blocks.
 """
@@ -26,7 +27,8 @@ from fzero.optim import GradientTransformation
 def functional(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
     """A module's parameters and buffers by name, a tied tensor being one object, and `apply(tensors, **kwargs)`.
 
-    What runs has no weights of its own. Each layer, a member of a list of modules of one class, is a block. What it writes into buffers is dropped.
+    What runs has no weights of its own. Each layer, a member of a list of modules of one class, is a block. What it
+    writes into buffers is dropped.
     """
     same: dict[int, torch.Tensor] = {}
     tensors = {n: same.setdefault(id(x), x.detach()) for n, x in _tensors(module)}
@@ -42,7 +44,9 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Callab
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
 
 
 def _buffers_cloned(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -52,7 +56,9 @@ def _buffers_cloned(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -
 def layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The outermost members of lists that have two or more of their class with parameters."""
     for child in module.children():
-        kinds = [type(m) for m in child.children()] if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) else []
+        kinds = (
+            [type(m) for m in child.children()] if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) else []
+        )
         for m in child.children() if kinds else ():
             alike = kinds.count(type(m)) > 1 and any(True for _ in m.children()) and any(True for _ in m.parameters())
             yield from [m] if alike else layers(m)
@@ -92,7 +98,14 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-VISION = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+VISION = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
 MODELS: dict[str, Callable[[], Model]] = {}
 
 
@@ -123,9 +136,19 @@ def build(head: str, config: Any) -> torch.nn.Module:
     return model
 
 
-def text(name: str, kind: str, head: str = "AutoModelForCausalLM", mask: bool = True, drop: Sequence[str] = (), experts: bool = False, **settings: Any) -> None:
+def text(
+    name: str,
+    kind: str,
+    head: str = "AutoModelForCausalLM",
+    mask: bool = True,
+    drop: Sequence[str] = (),
+    experts: bool = False,
+    **settings: Any,
+) -> None:
     def make() -> Model:
-        config = transformers().AutoConfig.for_model(kind, **{k: v for k, v in {**TEXT, **settings}.items() if k not in drop})
+        config = transformers().AutoConfig.for_model(
+            kind, **{k: v for k, v in {**TEXT, **settings}.items() if k not in drop}
+        )
         module = build(head, config)
         if experts:
             module.set_experts_implementation("batched_mm")
@@ -142,12 +165,21 @@ def text(name: str, kind: str, head: str = "AutoModelForCausalLM", mask: bool = 
 def vision(name: str, kind: str | None = None, **settings: Any) -> None:
     def make() -> Model:
         config = transformers().AutoConfig.for_model(kind or name, num_labels=5, **settings)
-        return Model(build("AutoModelForImageClassification", config), {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, 5, (BATCH,))})
+        return Model(
+            build("AutoModelForImageClassification", config),
+            {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, 5, (BATCH,))},
+        )
 
     MODELS[name] = make
 
 
-MHA = ("num_attention_heads", "intermediate_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")  # names that a configuration of its own has
+MHA = (
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "hidden_size",
+)  # names that a configuration of its own has
 GQA = {"num_key_value_heads": 2}
 GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "drop": MHA}
 MASKED = "AutoModelForMaskedLM"
@@ -177,8 +209,19 @@ text("falcon", "falcon", alibi=False)
 text("bloom", "bloom", n_layer=2, n_head=4, drop=MHA[:4])
 text("mpt", "mpt", d_model=WIDTH, n_layers=2, n_heads=4, max_seq_len=64, drop=MHA)
 text("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2, experts=True, **GQA)
-text("qwen3_moe", "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, experts=True, **GQA)
-text("gpt_oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8, experts=True, **GQA)
+text(
+    "qwen3_moe",
+    "qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    head_dim=8,
+    experts=True,
+    **GQA,
+)
+text(
+    "gpt_oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8, experts=True, **GQA
+)
 text(
     "deepseek_v3",
     "deepseek_v3",
@@ -205,19 +248,33 @@ text("electra", "electra", MASKED, embedding_size=16)
 text("albert", "albert", MASKED, embedding_size=16)
 text("distilbert", "distilbert", MASKED, dim=WIDTH, n_layers=2, n_heads=4, hidden_dim=64, drop=MHA)
 text("modernbert", "modernbert", MASKED, cls_token_id=1, sep_token_id=2, local_attention=8)
-DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+DEBERTA = {
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
 text("deberta-v2", "deberta-v2", MASKED, **DEBERTA)
 text("xlnet", "xlnet", "XLNetLMHeadModel", d_model=WIDTH, n_layer=2, n_head=4, d_inner=64, drop=MHA)
 
 vision("vit", **VISION)
 vision("beit", **VISION)
 vision("dinov2", **{**VISION, "mlp_ratio": 2})
-vision("swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, image_size=32, patch_size=4, drop_path_rate=0.0)
+vision(
+    "swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, image_size=32, patch_size=4, drop_path_rate=0.0
+)
 vision("convnext", hidden_sizes=[8, 16], depths=[2, 2], num_stages=2)
 vision("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
 vision("regnet", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], groups_width=4)
 vision("mobilenet_v2", depth_multiplier=0.25)
-STAGES = {"num_encoder_blocks": 2, "depths": [2, 2], "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+STAGES = {
+    "num_encoder_blocks": 2,
+    "depths": [2, 2],
+    "hidden_sizes": [8, 16],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+}
 vision("segformer", sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2], **STAGES)
 
 SEQ2SEQ = {
@@ -246,8 +303,20 @@ def model(name: str) -> Callable[[Callable[[], Model]], Callable[[], Model]]:
 
 @model("t5")
 def _t5() -> Model:
-    config = transformers().T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0)
-    return Model(build("T5ForConditionalGeneration", config), {"input_ids": (x := tokens()), "labels": tokens(), "attention_mask": torch.ones_like(x)})
+    config = transformers().T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    return Model(
+        build("T5ForConditionalGeneration", config),
+        {"input_ids": (x := tokens()), "labels": tokens(), "attention_mask": torch.ones_like(x)},
+    )
 
 
 @model("bart")
@@ -259,13 +328,22 @@ def _bart() -> Model:
 @model("whisper")
 def _whisper() -> Model:
     config = transformers().WhisperConfig(**SEQ2SEQ, num_mel_bins=16, max_source_positions=30, max_target_positions=32)
-    return Model(build("WhisperForConditionalGeneration", config), {"input_features": torch.randn(BATCH, 16, 60), "labels": tokens()})
+    return Model(
+        build("WhisperForConditionalGeneration", config),
+        {"input_features": torch.randn(BATCH, 16, 60), "labels": tokens()},
+    )
 
 
 def _pair(kind: str) -> Model:
     projected = {"projection_dim": 16} if kind == "CLIP" else {}
-    config = getattr(transformers(), f"{kind}Config")(text_config={**TEXT, **projected}, vision_config={**VISION, **projected}, **projected)
-    return Model(build(f"{kind}Model", config), {"input_ids": tokens(), "pixel_values": torch.randn(BATCH, 3, 32, 32)}, {"return_loss": True})
+    config = getattr(transformers(), f"{kind}Config")(
+        text_config={**TEXT, **projected}, vision_config={**VISION, **projected}, **projected
+    )
+    return Model(
+        build(f"{kind}Model", config),
+        {"input_ids": tokens(), "pixel_values": torch.randn(BATCH, 3, 32, 32)},
+        {"return_loss": True},
+    )
 
 
 MODELS["clip"], MODELS["siglip"] = (lambda: _pair("CLIP")), (lambda: _pair("Siglip"))
@@ -292,7 +370,8 @@ class Result(NamedTuple):
 
 
 def compare(name: str, mesh: fz.Mesh) -> Result:
-    """One step of a model and PyTorch's own loss and gradients, as absolute difference and as part of the largest gradient."""
+    """One step of a model and PyTorch's own loss and gradients, as absolute difference and as part of the largest
+    gradient."""
     torch.manual_seed(0)
     module, inputs, settings = MODELS[name]()
     tensors, apply = functional(module)
@@ -301,7 +380,9 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     def loss_fn(params: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return apply(params, **batch, **settings).loss
 
-    train = fz.compile(fz.train_step(loss_fn, keeping(), trainable=lambda path, leaf: path in trained), mesh, backend="eager")
+    train = fz.compile(
+        fz.train_step(loss_fn, keeping(), trainable=lambda path, leaf: path in trained), mesh, backend="eager"
+    )
     state, metrics = train(train.init(tensors), inputs)
     found = dict(zip(fz.tree.paths(state.opt_state, "params"), fz.tree.leaves(state.opt_state), strict=True))
     calls = [line for line in train.program.lines if line.op == "call" and line.attrs.get("joint") is not None]
@@ -313,4 +394,10 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     largest = max(float(g.abs().max()) for g in grads.values())
     worst = max(float((found[n] - g).abs().max()) for n, g in grads.items())
     forward = [line for line in calls if not line.attrs["backward"]]
-    return Result(len([*layers(module)]), len(forward), len({line.fn for line in calls}), abs(float(metrics["loss"] - want.detach())), worst / largest)
+    return Result(
+        len([*layers(module)]),
+        len(forward),
+        len({line.fn for line in calls}),
+        abs(float(metrics["loss"] - want.detach())),
+        worst / largest,
+    )

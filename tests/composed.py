@@ -1,6 +1,7 @@
 """Random small models, optimizers and transforms: what people write, composed as nobody would.
 
-`compose` asks for each choice, so that the same code serves hypothesis, which shrinks the choices of a failing case, and a numbered list of cases.
+`compose` asks for each choice, so that the same code serves hypothesis, which shrinks the choices of a failing case,
+and a numbered list of cases.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def _residual(width: int) -> Layer:
 
 
 def _mlp(width: int) -> Layer:
-    return lambda p, x, key: x + F.gelu(F.linear(x, p["up"])) @ p["down"], {"up": (2 * width, width), "down": (2 * width, width)}
+    return lambda p, x, key: x + F.gelu(F.linear(x, p["up"])) @ p["down"], {
+        "up": (2 * width, width),
+        "down": (2 * width, width),
+    }
 
 
 def _layer_norm(width: int) -> Layer:
@@ -51,7 +55,10 @@ def _attention(width: int) -> Layer:
 
 
 def _convolution(width: int) -> Layer:
-    return lambda p, x, key: x + F.conv1d(x.transpose(1, 2), p["w"], p["b"], padding=1).transpose(1, 2), {"w": (width, width, 3), "b": (width,)}
+    return lambda p, x, key: x + F.conv1d(x.transpose(1, 2), p["w"], p["b"], padding=1).transpose(1, 2), {
+        "w": (width, width, 3),
+        "b": (width,),
+    }
 
 
 def _gru(width: int) -> Layer:
@@ -90,10 +97,25 @@ def _dropout(width: int) -> Layer:
 
 
 def _gated(width: int) -> Layer:
-    return lambda p, x, key: torch.where(x > 0, x, x * torch.sigmoid(p["b"])) * torch.sigmoid(x @ p["a"]), {"a": (width, width), "b": ()}
+    return lambda p, x, key: torch.where(x > 0, x, x * torch.sigmoid(p["b"])) * torch.sigmoid(x @ p["a"]), {
+        "a": (width, width),
+        "b": (),
+    }
 
 
-LAYERS = [_residual, _mlp, _layer_norm, _rms_norm, _attention, _convolution, _gru, _in_place, _stacked, _dropout, _gated]
+LAYERS = [
+    _residual,
+    _mlp,
+    _layer_norm,
+    _rms_norm,
+    _attention,
+    _convolution,
+    _gru,
+    _in_place,
+    _stacked,
+    _dropout,
+    _gated,
+]
 
 OPTIMIZERS: dict[str, Callable[[], optim.GradientTransformation]] = {
     "sgd": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.05)),
@@ -124,8 +146,11 @@ class Case:
 STAGES: Sequence[Any] = [fz.data_parallel(), fz.shard_opt_state(), fz.shard_grads(), fz.shard_params()]
 
 
-def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks: int = 1, stages: Sequence[Any] = STAGES) -> Case:
-    """A case from a series of choices, its batch whole. On several ranks one of the ZeRO stages is among them, or of what else spreads a step."""
+def compose(
+    choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks: int = 1, stages: Sequence[Any] = STAGES
+) -> Case:
+    """A case from a series of choices, its batch whole. On several ranks one of the ZeRO stages is among them, or of
+    what else spreads a step."""
     chosen: list[str] = []
 
     def pick(what: str, options: Sequence[Any]) -> Any:
@@ -165,7 +190,9 @@ def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks
     if tied:
         params["layers"][-1] = params["layers"][0]
     batch = {
-        "x": torch.randint(7, (rows, time), generator=draw) if tokens else torch.randn(rows, time, width, generator=draw),
+        "x": torch.randint(7, (rows, time), generator=draw)
+        if tokens
+        else torch.randn(rows, time, width, generator=draw),
         "y": torch.randn(rows, time, 2, generator=draw),
         "mask": (torch.rand(rows, time, 1, generator=draw) < 0.7).float() + 0.1,
     }

@@ -14,7 +14,8 @@ from pool import Pool
 
 from fzero.build import worker
 
-# The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit. No deadline: the machine is shared.
+# The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit.
+# No deadline: the machine is shared.
 hypothesis.settings.register_profile("fzero", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("fzero")
@@ -23,18 +24,25 @@ _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run whole grids, of which other tests take a part (results: docs/results), and slow repeats")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run whole grids, of which other tests take a part (results: docs/results), and slow repeats",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--exhaustive"):
         for item in items:
             if "exhaustive" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="a whole grid, or slow and shown by another test too: --exhaustive"))
+                item.add_marker(
+                    pytest.mark.skip(reason="a whole grid, or slow and shown by another test too: --exhaustive")
+                )
 
 
 def pytest_configure() -> None:
-    """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE to keep them from run to run."""
+    """Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE
+    to keep them from run to run."""
     global _inductor_cache
     torch.set_num_threads(1)  # as on every rank: with more, a matrix product sums in another order
     os.environ["FZERO_PROGRESS"] = "off"  # what says how long it takes depends on how long it takes
@@ -62,7 +70,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
 
 @pytest.fixture
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions are compiled by this process, which imports Inductor once, and not by a worker that does for each build. tests/test_build.py has the worker."""
+    """Functions are compiled by this process, which imports Inductor once, and not by a worker that does for each
+    build. tests/test_build.py has the worker."""
 
     def ask(jobs: Any, cache: Any, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
         return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}
@@ -72,9 +81,11 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
-    """`run_ranks(n, fn, *args, timeout=120, expect_error=False, **kwargs)`: `fn` on n real ranks, results in rank order.
+    """`run_ranks(n, fn, *args, timeout=120, expect_error=False, **kwargs)`: `fn` on n real ranks, results in rank
+    order.
 
-    `fn` is a module-level function; inside, `fzero.make_mesh(data=n)` works as under torchrun. Arguments and results are pickled, tensors by value.
-    A rank that raises fails the test with every rank's traceback, or with `expect_error=True` is returned as a `pool.RaisedOnRank`.
+    `fn` is a module-level function; inside, `fzero.make_mesh(data=n)` works as under torchrun. Arguments and results
+    are pickled, tensors by value. A rank that raises fails the test with every rank's traceback, or with
+    `expect_error=True` is returned as a `pool.RaisedOnRank`.
     """
     return pool.run

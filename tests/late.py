@@ -1,9 +1,11 @@
 """Doubles that are late: copies between host and device, and collectives, that happen when they must and not before.
 
-What is told to be moved is not there until its wait, every bit of it set until then (a NaN in every floating point format), and is taken from its source as
-that is when it is moved at last. A copy *to the device* is later still, as on CUDA, where its wait holds up the device alone: it happens when a line first
-touches what it fills, or when the host settles before it writes what the copy reads. And the host runs ahead of its device: what it writes over the source of
-such a copy, before it settled or waited for something that the device did later, is one of `races`. Fast ones forgive all that.
+What is told to be moved is not there until its wait, every bit of it set until then (a NaN in every floating point
+format), and is taken from its source as that is when it is moved at last. A copy *to the device* is later still, as on
+CUDA, where its wait holds up the device alone: it happens when a line first touches what it fills, or when the host
+settles before it writes what the copy reads. And the host runs ahead of its device: what it writes over the source of
+such a copy, before it settled or waited for something that the device did later, is one of `races`. Fast ones forgive
+all that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> LateCopies:
-    """Makes whatever moves on a mesh late, of steps compiled on it from here on. `patch` sets attributes of modules, e.g. `monkeypatch.setattr`.
+    """Makes whatever moves on a mesh late, of steps compiled on it from here on. `patch` sets attributes of modules,
+    e.g. `monkeypatch.setattr`.
 
     The mesh has `unified_memory=False`, or copies do not move; and `shared_memory=False` if it has several ranks.
     """
@@ -39,7 +42,9 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
         run = executable(program, functions, on)
         if on is mesh:
             names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "redo")}
-            run.namespace.update({name: copies.touched(name, run.namespace[name]) for name in names if callable(run.namespace.get(name))})
+            run.namespace.update(
+                {name: copies.touched(name, run.namespace[name]) for name in names if callable(run.namespace.get(name))}
+            )
         return run
 
     patch(compiled, "executable", touching)
@@ -120,7 +125,9 @@ class LateCopies:
     def _started(self, sources: Tensors, into: Tensors | None) -> _Job:
         assert into is not None, "two memories"
         self._catch_up(lambda job: meet(job.targets, (*sources, *into)) or meet(job.sources, into))
-        self._unsettled = [job for job in self._unsettled if not meet(job.sources, into)]  # the device carries out one after the other
+        self._unsettled = [
+            job for job in self._unsettled if not meet(job.sources, into)
+        ]  # the device carries out one after the other
         job = _Job([(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()])
         for target in job.targets:
             _poison(target)

@@ -1,4 +1,5 @@
-"""Tiny models and batches that the tests train: big enough to have every kind of line in their programs, small enough to take milliseconds a step."""
+"""Tiny models and batches that the tests train: big enough to have every kind of line in their programs, small enough
+to take milliseconds a step."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ def embed(p, tokens):
 @fz.block
 def layer(p, x, heads=2):
     b, t, d = x.shape
-    q, k, v = (F.layer_norm(x, (d,), p["ln_1"]) @ p["qkv"].T).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = (
+        (F.layer_norm(x, (d,), p["ln_1"]) @ p["qkv"].T)
+        .view(b, t, 3, heads, d // heads)
+        .permute(2, 0, 3, 1, 4)
+        .unbind(0)
+    )
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d) @ p["out"].T
     return x + F.gelu(F.layer_norm(x, (d,), p["ln_2"]) @ p["up"].T, approximate="tanh") @ p["down"].T
 
@@ -83,7 +89,11 @@ def bare_init(key):
     def normal(*shape):
         return fz.random.normal(next(keys), shape) * 0.3
 
-    return {"token": normal(VOCAB, 12), "layers": [(normal(12, 12), torch.zeros(12)) for _ in range(3)], "out": normal(12, VOCAB)}
+    return {
+        "token": normal(VOCAB, 12),
+        "layers": [(normal(12, 12), torch.zeros(12)) for _ in range(3)],
+        "out": normal(12, VOCAB),
+    }
 
 
 # mixed: the layers are blocks; embedding, a gate between the layers and the loss are glue.
@@ -141,7 +151,9 @@ def batches(num: int, seed: int = 0, size: int = BATCH) -> list[dict[str, torch.
     out = []
     for _ in range(num):
         start = torch.randint(0, VOCAB, (size, 1), generator=generator)
-        tokens = (start * 3 ** torch.arange(SEQ + 1) + torch.randint(0, 2, (size, SEQ + 1), generator=generator)) % VOCAB
+        tokens = (
+            start * 3 ** torch.arange(SEQ + 1) + torch.randint(0, 2, (size, SEQ + 1), generator=generator)
+        ) % VOCAB
         out.append({"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()})
     return out
 

@@ -1,4 +1,5 @@
-"""Ways to offload, and runs to compare bit for bit: offload changes where things lie and when they move, never what is computed."""
+"""Ways to offload, and runs to compare bit for bit: offload changes where things lie and when they move, never what is
+computed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ OFFLOADS: dict[str, Callable[[str | Path], Transforms]] = {
     "nvme half": lambda d: (fz.offload("nvme", BOTH, path=d, fraction=0.5),),
     "nvme where": lambda d: (fz.offload("nvme", BOTH, path=d, where=matrices),),
     "nvme on device": lambda d: (fz.offload("nvme", BOTH, path=d, update_on="device"),),
-    "mix": lambda d: (fz.offload("cpu", ("params", "activations")), fz.offload("nvme", "opt_state", path=d, update_on="host")),
+    "mix": lambda d: (
+        fz.offload("cpu", ("params", "activations")),
+        fz.offload("nvme", "opt_state", path=d, update_on="host"),
+    ),
     "other mix": lambda d: (fz.offload("nvme", "params", path=d), fz.offload("cpu", "opt_state", fraction=0.7)),
 }
 
@@ -48,7 +52,14 @@ EXTRAS: dict[str, Any] = {
 }
 
 
-def trained(mesh: fz.Mesh, transforms: Transforms, model: str = "gpt", optimizer: str = "adamw", num_steps: int = 3, **options: Any) -> Any:
+def trained(
+    mesh: fz.Mesh,
+    transforms: Transforms,
+    model: str = "gpt",
+    optimizer: str = "adamw",
+    num_steps: int = 3,
+    **options: Any,
+) -> Any:
     """Losses, norms and the gathered state of a few steps on this rank; the compiled step and the state."""
     step = fz.compose(*transforms)(fz.train_step(MODELS[model].loss, OPTIMIZERS[optimizer]()))
     train = fz.compile(step, mesh, **{"backend": "eager", **options})
@@ -61,4 +72,6 @@ def trained(mesh: fz.Mesh, transforms: Transforms, model: str = "gpt", optimizer
 
 def same(one: Any, other: Any) -> bool:
     pairs = zip(fz.tree.leaves(one), fz.tree.leaves(other), strict=True)
-    return fz.tree.structure(one) == fz.tree.structure(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    return fz.tree.structure(one) == fz.tree.structure(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs
+    )

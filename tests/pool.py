@@ -1,14 +1,17 @@
 """A pool of real processes that run a test's function on every rank of a gloo process group.
 
-Importing torch takes seconds and a test takes milliseconds, so the processes are started once, when a test first needs them, and stay: a *job* is one
-function run on the first n of them. Each job sees what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it
-calls `fzero.make_mesh`, and leaves it afterwards. The rendezvous store lives in the parent, as torchrun's does, and is a new one for every job: the kernel
-picks its port, so no two sessions meet on one, and no key of an earlier job is left over.
+Importing torch takes seconds and a test takes milliseconds, so the processes are started once, when a test first needs
+them, and stay: a *job* is one function run on the first n of them. Each job sees what torchrun would have set (RANK,
+WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it calls `fzero.make_mesh`, and leaves it afterwards. The
+rendezvous store lives in the parent, as torchrun's does, and is a new one for every job: the kernel picks its port, so
+no two sessions meet on one, and no key of an earlier job is left over.
 
-A rank that raises reports its traceback; a rank that hangs is asked for the stacks of all its threads (SIGUSR1, faulthandler) and killed. Only then is the
-pool started anew, so one bad test costs the next one a few seconds and nothing else. Workers die with the parent: they read its end of a pipe.
+A rank that raises reports its traceback; a rank that hangs is asked for the stacks of all its threads (SIGUSR1,
+faulthandler) and killed. Only then is the pool started anew, so one bad test costs the next one a few seconds and
+nothing else. Workers die with the parent: they read its end of a pipe.
 
-This file is the parent's side and, run as a script, the worker's; a worker imports nothing from pytest but what the test's own module imports.
+This file is the parent's side and, run as a script, the worker's; a worker imports nothing from pytest but what the
+test's own module imports.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ _NUM_LOG_BYTES = 4000  # of what a rank printed, shown with an error
 
 
 class RaisedOnRank(NamedTuple):
-    """What one rank raised, as `run_ranks(..., expect_error=True)` returns it; the rank's result is in `result` if it raised nothing."""
+    """What one rank raised, as `run_ranks(..., expect_error=True)` returns it; the rank's result is in `result` if it
+    raised nothing."""
 
     type: str | None  # the exception's class name; None if nothing was raised
     message: str
@@ -82,8 +86,17 @@ class Pool:
         self._store: Any = None  # the rendezvous server of the job that runs
         self._num_started = 0
 
-    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, expect_error: bool = False, **kwargs: Any) -> list[Any]:
-        """`fn(*args, **kwargs)` on every rank; results in rank order. `fn` must be importable by name: a module-level function.
+    def run(
+        self,
+        num_ranks: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        expect_error: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`fn(*args, **kwargs)` on every rank; results in rank order. `fn` must be importable by name: a module-level
+        function.
 
         Args:
             timeout: seconds for the job itself; starting the workers is not counted.
@@ -107,7 +120,11 @@ class Pool:
         if not finished:
             missing = [rank for rank, o in enumerate(outcomes) if o is None]
             failed = any(o is not None and o.type is not None for o in outcomes)
-            why = f"did not finish within {GRACE:g} s of another rank's failure" if failed else f"did not finish within {timeout:g} s"
+            why = (
+                f"did not finish within {GRACE:g} s of another rank's failure"
+                if failed
+                else f"did not finish within {timeout:g} s"
+            )
             stacks = _ask_for_stacks([team[rank] for rank in missing])
             for rank, stack in zip(missing, stacks, strict=True):
                 outcomes[rank] = RaisedOnRank("Timeout", why, stack)
@@ -147,7 +164,9 @@ class Pool:
                     outcomes[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     code = team[rank].process.wait()
-                    outcomes[rank] = RaisedOnRank("WorkerDied", f"the process ended with exit code {code}", _read(team[rank].stacks))
+                    outcomes[rank] = RaisedOnRank(
+                        "WorkerDied", f"the process ended with exit code {code}", _read(team[rank].stacks)
+                    )
                 if outcomes[rank].type is not None:  # the others may wait for it forever
                     deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes
@@ -200,7 +219,8 @@ class Pool:
 
 @contextlib.contextmanager
 def ending(folder: str | Path, last: bool = False, others: int = 1, patience: float = 60.0) -> Iterator[None]:
-    """On ranks: a block that ends last on some of them, when so many others have ended it, by an exception or not. For a rank that lives and does not come."""
+    """On ranks: a block that ends last on some of them, when so many others have ended it, by an exception or not. For
+    a rank that lives and does not come."""
     try:
         yield
         deadline = time.monotonic() + patience
@@ -214,9 +234,16 @@ def _worker_environment() -> dict[str, str]:
     env = dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
-    env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     if "lo" in {name for _, name in socket.if_nameindex()}:
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks this host's name up, which a container need not know
+        env.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # else gloo looks this host's name up, which a container need not know
     return env
 
 
@@ -237,7 +264,10 @@ def _ask_for_stacks(workers: list[_Worker]) -> list[str]:
 
 def _report(fn: Callable[..., Any], outcomes: list[RaisedOnRank], logs: list[str]) -> str:
     bad = [rank for rank, o in enumerate(outcomes) if o.type is not None]
-    lines = [f"{fn.__module__}.{fn.__qualname__} failed on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of {len(outcomes)}"]
+    lines = [
+        f"{fn.__module__}.{fn.__qualname__} failed on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} of "
+        f"{len(outcomes)}"
+    ]
     for rank, (o, log) in enumerate(zip(outcomes, logs, strict=True)):
         lines.append(f"--- rank {rank}: {'finished' if o.type is None else f'{o.type}: {o.message}'}")
         lines += [text.rstrip() for text in (o.traceback, log and f"(printed)\n{log}") if text]
@@ -312,7 +342,9 @@ def _read_jobs(connection: Connection, jobs: queue.Queue[bytes]) -> None:
 
 def _run_job(job: bytes, filters: Sequence[str]) -> RaisedOnRank:
     try:
-        fn, args, kwargs = pickle.loads(job)  # imports the test's module, outside of its warning filters as pytest's collection has been through it
+        fn, args, kwargs = pickle.loads(
+            job
+        )  # imports the test's module, outside of its warning filters as pytest's collection has been through it
         torch.manual_seed(0)
         with warnings.catch_warnings():
             for line in filters:
@@ -332,7 +364,8 @@ def _raised(e: BaseException) -> RaisedOnRank:
 
 
 def _filter_warnings(line: str) -> None:
-    """One line of pytest's `filterwarnings`: action:message:category:module, message and module being regular expressions."""
+    """One line of pytest's `filterwarnings`: action:message:category:module, message and module being regular
+    expressions."""
     action, text, category, module, *_ = (*(part.strip() for part in line.split(":")), "", "", "")
     owner, _, name = category.rpartition(".")
     kind = getattr(importlib.import_module(owner) if owner else builtins, name) if name else Warning

@@ -1,7 +1,8 @@
 """The examples as a user runs them: a script, its flags, what it prints and leaves behind.
 
-A process costs an import of torch, under torchrun one more than there are ranks. So where a process is not the point a script runs on the test pool's: they
-see the environment that torchrun makes, and what is run is the file, as `__main__`.
+A process costs an import of torch, under torchrun one more than there are ranks. So where a process is not the point a
+script runs on the test pool's: they see the environment that torchrun makes, and what is run is the file, as
+`__main__`.
 """
 
 from __future__ import annotations
@@ -51,14 +52,24 @@ class Script:
 
     def process(self, *flags: object, ranks: int = 0) -> Done:
         """A run to its good end, as a process."""
-        done = subprocess.run(self.command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240, env=environment())
+        done = subprocess.run(
+            self.command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240, env=environment()
+        )
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return Done(0, done.stdout, done.stderr)
 
     def interrupted(self, log: Path, *flags: object, ranks: int = 0) -> Done:
-        """A run that gets SIGINT once three steps are in its log: the whole process group does, as from a terminal. Nobody is left of the group."""
+        """A run that gets SIGINT once three steps are in its log: the whole process group does, as from a terminal.
+        Nobody is left of the group."""
         command = self.command(*flags, "--json", log, ranks=ranks)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
         deadline = time.monotonic() + 120
         while (not log.exists() or log.read_text().count("\n") < 3) and process.poll() is None:
             assert time.monotonic() < deadline
@@ -70,7 +81,8 @@ class Script:
         return Done(process.returncode, printed, errors)
 
     def on(self, run_ranks: Callable[..., Any], *flags: object, ranks: int = 1, code: int = 0, **env: str) -> Done:
-        """A run on processes of the pool that ends with this code on every rank. An exception that the script lets pass fails the test."""
+        """A run on processes of the pool that ends with this code on every rank. An exception that the script lets pass
+        fails the test."""
         ended = run_ranks(ranks, as_main, self.name, [*self.tiny, *map(str, flags)], env, timeout=240)
         codes, printed, errors = zip(*ended, strict=True)
         assert set(codes) == {code}, f"exit codes {codes}\n{printed}\n{errors}"
@@ -78,7 +90,9 @@ class Script:
 
 
 def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
     return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -106,7 +120,8 @@ def as_main(name: str, flags: list[str], env: dict[str, str]) -> Done:
 
 @contextlib.contextmanager
 def fresh_modules() -> Iterator[None]:
-    """What an example imports of its neighbours is imported anew, as in a new process: they ask for the rank when they are."""
+    """What an example imports of its neighbours is imported anew, as in a new process: they ask for the rank when they
+    are."""
     names = {p.stem for p in EXAMPLES.glob("*.py")}
     kept: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
     sys.path.insert(0, str(EXAMPLES))

@@ -1,6 +1,7 @@
 """Models of `transformers`, their layers as blocks, have the loss and gradients that they have in PyTorch.
 
-Those that differ most; with --exhaustive all of tests/architectures.py. `python tests/test_architectures.py` writes docs/results/architectures.md.
+Those that differ most; with --exhaustive all of tests/architectures.py. `python tests/test_architectures.py` writes
+docs/results/architectures.md.
 """
 
 from __future__ import annotations
@@ -45,9 +46,17 @@ def results(names: list[str]) -> dict[str, Result]:
 
 def table(found: dict[str, Result]) -> str:
     equal = sum(r.loss <= LIMIT and r.gradient <= LIMIT for r in found.values())
-    lines = ["| model | layers as blocks | functions | loss differs by | gradients differ by |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | layers as blocks | functions | loss differs by | gradients differ by |",
+        "|---|---|---|---|---|",
+    ]
     lines += [f"| {name} | {r.blocks} | {r.functions} | {r.loss:.1g} | {r.gradient:.1g} |" for name, r in found.items()]
-    lines += ["", f"- torch {torch.__version__}, transformers {transformers().__version__}; {equal} of {len(found)} are equal to {LIMIT:g}", ""]
+    lines += [
+        "",
+        f"- torch {torch.__version__}, transformers {transformers().__version__}; {equal} of {len(found)} are equal to "
+        f"{LIMIT:g}",
+        "",
+    ]
     return "\n".join(lines)
 
 

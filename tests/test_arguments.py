@@ -1,4 +1,5 @@
-"""Wrong arguments of everything public: an error of ours where the call is, that names the argument and says what to write."""
+"""Wrong arguments of everything public: an error of ours where the call is, that names the argument and says what to
+write."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: optim.lamb(1e-3, eps="a"), "eps='a'"),
     (lambda: optim.scale("2"), "factor='2'"),
     (lambda: optim.scale_by_schedule(3), "schedule=3: must be a function of (step)"),
-    (lambda: optim.add_decayed_weights(0.1, mask=lambda p: True), "mask=<lambda>(p): must be a function of (path, leaf)"),
+    (
+        lambda: optim.add_decayed_weights(0.1, mask=lambda p: True),
+        "mask=<lambda>(p): must be a function of (path, leaf)",
+    ),
     (lambda: optim.masked(3, True), "inner=3: no optimizer"),
     (lambda: optim.masked(optim.sgd(0.1), 3), "mask=3"),
     (lambda: optim.partition([optim.sgd(0.1)], lambda path, leaf: 0), "a dict of label -> optimizer"),
@@ -58,13 +62,28 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.random.split(KEY, True), "cannot split a key into True"),
     # functions, and what they take
     (lambda: fz.train_step(loss, optim.sgd(0.1), has_aux="yes"), "has_aux='yes': neither True nor False"),
-    (lambda: fz.train_step(loss, optim.sgd(0.1), trainable=lambda p: True), "trainable=<lambda>(p): a predicate is a function of (path, leaf)"),
+    (
+        lambda: fz.train_step(loss, optim.sgd(0.1), trainable=lambda p: True),
+        "trainable=<lambda>(p): a predicate is a function of (path, leaf)",
+    ),
     (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "loss_fn is the module Linear(input: "),
-    (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "with torch.func.functional_call(module, params, inputs)"),
-    (lambda: fz.train_step(loss, (optim.sgd(0.1).init, optim.sgd(0.1).update)), "as optim.GradientTransformation(init, update)"),
-    (lambda: STEP(STEP.init(PARAMS), X, X), "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree"),
+    (
+        lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)),
+        "with torch.func.functional_call(module, params, inputs)",
+    ),
+    (
+        lambda: fz.train_step(loss, (optim.sgd(0.1).init, optim.sgd(0.1).update)),
+        "as optim.GradientTransformation(init, update)",
+    ),
+    (
+        lambda: STEP(STEP.init(PARAMS), X, X),
+        "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree",
+    ),
     (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key of its own"),
-    (lambda: fz.compose(fz.accumulate)(STEP), "cannot cut a batch into None micro-batches\nFix: give a whole number of at least 1: fz.accumulate(4)"),
+    (
+        lambda: fz.compose(fz.accumulate)(STEP),
+        "cannot cut a batch into None micro-batches\nFix: give a whole number of at least 1: fz.accumulate(4)",
+    ),
     (lambda: fz.eval_step(3), "fn=3: must be a function of (params, ...)"),
     (lambda: fz.eval_step(lambda: 3), "must be a function of (params, ...)"),
     (lambda: fz.eval_step(STEP), "fn is Step, a step"),
@@ -113,7 +132,12 @@ def test_wrong_arguments_are_named_where_they_are_given() -> None:
     for call, words in CALLS:
         refused(call, words)
     assert refused(CALLS[9][0]).count("\n  ") == 3, "all at once"
-    optim.clip_by_global_norm(math.inf), optim.warmup_cosine(1.0, 0.5, 9.5), fz.weighted(torch.ones(()), 0), fz.eval_step(lambda *args: args)
+    (
+        optim.clip_by_global_norm(math.inf),
+        optim.warmup_cosine(1.0, 0.5, 9.5),
+        fz.weighted(torch.ones(()), 0),
+        fz.eval_step(lambda *args: args),
+    )
 
 
 def test_a_predicate_answers_true_or_false() -> None:
@@ -128,18 +152,33 @@ def test_a_predicate_answers_true_or_false() -> None:
             fz.offload("cpu", where=says)(fz.data_parallel(STEP)),
             fz.accumulate(2, whole=says)(fz.data_parallel(STEP)),
         ]
-        for step, name in zip(steps, ["trainable", "mutable", "where", "where", "where", "where", "where", "whole"], strict=True):
+        for step, name in zip(
+            steps, ["trainable", "mutable", "where", "where", "where", "where", "where", "whole"], strict=True
+        ):
             with pytest.raises(FzeroTypeError) as caught:
                 fz.lower(step, mesh, PARAMS, X)
             text = str(caught.value)
-            assert f"`{name}` answers neither True nor False\n  {'batch' if name == 'whole' else 'params['}" in text and "Fix: return a bool" in text, text
+            assert (
+                f"`{name}` answers neither True nor False\n  {'batch' if name == 'whole' else 'params['}" in text
+                and "Fix: return a bool" in text
+            ), text
 
 
 def test_a_schedule_returns_one_number() -> None:
     for schedule in (lambda step: torch.ones(2) * step, lambda step: None, lambda step: "1"):
         for make in (optim.sgd, optim.adamw, optim.lion, optim.lamb, optim.scale_by_schedule):
             step = fz.train_step(loss, make(schedule))
-            for act in (lambda step=step: step(step.init(PARAMS), X), lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X)):
-                refused(act, f"fzero.optim.{'scale_by_learning_rate' if make in (optim.sgd, optim.lamb) else make.__name__}", "<lambda>(step): ")
+            for act in (
+                lambda step=step: step(step.init(PARAMS), X),
+                lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X),
+            ):
+                refused(
+                    act,
+                    f"fzero.optim.{'scale_by_learning_rate' if make in (optim.sgd, optim.lamb) else make.__name__}",
+                    "<lambda>(step): ",
+                )
     halved = fz.train_step(loss, optim.sgd(lambda step: 0.05))
-    assert torch.equal(halved(halved.init(PARAMS), X)[0].params["w"], PARAMS["w"] - 0.5 * (PARAMS["w"] - STEP(STEP.init(PARAMS), X)[0].params["w"]))
+    assert torch.equal(
+        halved(halved.init(PARAMS), X)[0].params["w"],
+        PARAMS["w"] - 0.5 * (PARAMS["w"] - STEP(STEP.init(PARAMS), X)[0].params["w"]),
+    )

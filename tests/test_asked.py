@@ -1,4 +1,5 @@
-"""What a function may ask that a program has no answer to: the type, the text, the address of a tensor, the clock; and how a batch lies in memory."""
+"""What a function may ask that a program has no answer to: the type, the text, the address of a tensor, the clock; and
+how a batch lies in memory."""
 
 from __future__ import annotations
 
@@ -38,8 +39,17 @@ def is_plain(x: Any) -> bool:
 
 
 ASKED = {
-    "type": (lambda p, x: 2.0 if is_plain(x) else 3.0, "compares a type with that of tensors", "return type(x) is torch.Tensor", "isinstance"),
-    "class": (lambda p, x: 2.0 if x.__class__ == torch.Tensor else 3.0, "compares a type", "isinstance(x, torch.Tensor)"),
+    "type": (
+        lambda p, x: 2.0 if is_plain(x) else 3.0,
+        "compares a type with that of tensors",
+        "return type(x) is torch.Tensor",
+        "isinstance",
+    ),
+    "class": (
+        lambda p, x: 2.0 if x.__class__ == torch.Tensor else 3.0,
+        "compares a type",
+        "isinstance(x, torch.Tensor)",
+    ),
     "one of": (lambda p, x: 2.0 if type(x) in (float, torch.Tensor) else 3.0, "compares a type"),
     "name": (lambda p, x: 2.0 if type(x).__name__ == "Tensor" else 3.0, "compares a type"),
     "str": (lambda p, x: len(str(x)), "to print it", "batch: float32[8, 4]"),
@@ -102,7 +112,12 @@ def test_a_loss_that_depends_on_the_clock_is_refused(name):
     clock = CLOCKS[name]
     train = compiled(lambda p, x: base(p, x) * clock())
     said = "time" if name == "perf_counter" else name
-    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "draws or uses something up each time it is called", f"{said}: read by it")
+    raises(
+        FzeroValueError,
+        lambda: train(train.init(PARAMS), X),
+        "draws or uses something up each time it is called",
+        f"{said}: read by it",
+    )
 
 
 def test_a_loss_that_only_writes_the_time_down_is_let_be():
@@ -131,7 +146,14 @@ def test_strides_of_a_batch_that_the_loss_asks_for(what):
     train = compiled(lambda p, x: base(p, x) * ask(x))
     state, metrics = train(train.init(PARAMS), X)
     assert metrics["loss"] == base(PARAMS, X) * ask(X) != base(PARAMS, X) * ask(turned)
-    raises(FzeroValueError, lambda: train(state, turned), "asks how its tensors are laid out", "  batch\n", "test_asked.py:", "x.contiguous()")
+    raises(
+        FzeroValueError,
+        lambda: train(state, turned),
+        "asks how its tensors are laid out",
+        "  batch\n",
+        "test_asked.py:",
+        "x.contiguous()",
+    )
     other = compiled(base)
     torch.testing.assert_close(other(other.init(PARAMS), turned)[1]["loss"], base(PARAMS, turned))
 
@@ -147,7 +169,9 @@ def test_leaves_of_a_batch_that_are_one_tensor_are_one_in_the_loss():
         for run, first in ((step, step.init(PARAMS)), (train, train.init(PARAMS))):
             assert torch.allclose(run(first, batch)[1]["loss"], loss(PARAMS, batch))
     torn = compiled(loss, lambda step: fz.accumulate(step, 2, whole=lambda path, leaf: "y" in path))
-    raises(FzeroValueError, lambda: torn(torn.init(PARAMS), one), "batch['x'] and batch['y'] are one tensor", "x.clone()")
+    raises(
+        FzeroValueError, lambda: torn(torn.init(PARAMS), one), "batch['x'] and batch['y'] are one tensor", "x.clone()"
+    )
     assert torn(torn.init(PARAMS), two)
 
 

@@ -1,4 +1,5 @@
-"""ZeRO over two axes, hop by hop: equal to one process, to ZeRO over one axis, and, where nothing but where bytes lie differs, to the bit."""
+"""ZeRO over two axes, hop by hop: equal to one process, to ZeRO over one axis, and, where nothing but where bytes lie
+differs, to the bit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def whole(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def params(width: int = 5) -> Any:
     """Nothing divides by 4: 55, 11 and 5 elements."""
     hidden = 2 * width + 1
-    make = lambda i: {"up": whole((width, hidden), i), "bias": whole((hidden,), i + 3), "down": whole((hidden, width), i + 7)}  # noqa: E731
+    make = lambda i: {
+        "up": whole((width, hidden), i),
+        "bias": whole((hidden,), i + 3),
+        "down": whole((hidden, width), i + 7),
+    }  # noqa: E731
     return {"layers": [make(i) for i in range(2)], "scale": torch.full((width,), 0.5)}
 
 
@@ -48,7 +53,13 @@ def drawn(key: torch.Tensor) -> Any:
     """Leaves of which some have blocks of 256 elements, and one fewer than there are ranks."""
     keys = fz.random.split(key, 3)
     return {
-        "layers": [{"up": fz.random.normal(keys[0], (72, 70)) / 8, "bias": torch.zeros(70), "down": fz.random.normal(keys[1], (70, 72)) / 8}],
+        "layers": [
+            {
+                "up": fz.random.normal(keys[0], (72, 70)) / 8,
+                "bias": torch.zeros(70),
+                "down": fz.random.normal(keys[1], (70, 72)) / 8,
+            }
+        ],
         "scale": fz.random.normal(keys[2], (1,)),
     }
 
@@ -69,7 +80,10 @@ WAYS: dict[str, list[Any]] = {
     "params by data": [fz.shard_params(axis="data"), fz.shard_opt_state(axis=BOTH)],
     "grads by data": [fz.shard_grads(axis="data"), fz.shard_opt_state(axis=BOTH)],
     "params and grads": [fz.shard_params(axis="data"), fz.shard_grads(axis=BOTH)],
-    "some by data": [fz.shard_params(axis="data", where=weights), fz.shard_opt_state(axis=BOTH, where=lambda path, leaf: "down" in path)],
+    "some by data": [
+        fz.shard_params(axis="data", where=weights),
+        fz.shard_opt_state(axis=BOTH, where=lambda path, leaf: "down" in path),
+    ],
     "once": [fz.shard_params(axis=BOTH), fz.once_a_step()],
     "gathers once": [fz.shard_params(axis=BOTH), fz.once_a_step(reductions=False)],
     "some gathers once": [fz.shard_params(axis=BOTH), fz.once_a_step(gathers=0.5)],
@@ -93,16 +107,22 @@ def trained(mesh: fz.Mesh, step: fz.Step, batches: list[torch.Tensor], init: Any
 
 
 def wrong(cases: list[tuple[str, int]]) -> list[Any]:
-    """On every rank: the cases that are not what one process does with the whole batch. Sums of whole numbers to the bit, training to 1e-6."""
+    """On every rank: the cases that are not what one process does with the whole batch. Sums of whole numbers to the
+    bit, training to 1e-6."""
     mesh, out = fz.make_mesh(**AXES), []
-    for optimizer, tolerance, batches in ((optim.sgd(0.25), 0.0, [whole((16, 5), 100)]), (clipped(), 1e-6, [whole((16, 5), s) for s in range(3)])):
+    for optimizer, tolerance, batches in (
+        (optim.sgd(0.25), 0.0, [whole((16, 5), 100)]),
+        (clipped(), 1e-6, [whole((16, 5), s) for s in range(3)]),
+    ):
         plain = fz.train_step(loss_fn, optimizer)
         want = plain.init(params())
         for batch in batches:
             want, metrics = plain(want, batch)
         for case in cases:
             losses, got = trained(mesh, step(*case, optimizer), batches)
-            pairs = zip(fz.tree.leaves((got.params, got.opt_state)), fz.tree.leaves((want.params, want.opt_state)), strict=True)
+            pairs = zip(
+                fz.tree.leaves((got.params, got.opt_state)), fz.tree.leaves((want.params, want.opt_state)), strict=True
+            )
             off = max((a - b).norm().item() / max(b.norm().item(), 1e-9) for a, b in pairs if a.is_floating_point())
             if off > 10 * tolerance or abs(losses[-1] - metrics["loss"].item()) > tolerance * abs(losses[-1]):
                 out.append((*case, tolerance, off, losses[-1], metrics["loss"].item()))
@@ -123,13 +143,17 @@ def moved(program: Any) -> dict[str, int]:
     for line, times in program.walk():
         if line.op.endswith("_start") and line.op != "all_reduce_start":
             (axis,) = line.attrs["axes"]
-            found[f"{line.op.removesuffix('_start')}:{axis}"] += times * transfer_bytes(line, program.values_by_name, program.mesh)
+            found[f"{line.op.removesuffix('_start')}:{axis}"] += times * transfer_bytes(
+                line, program.values_by_name, program.mesh
+            )
     return dict(found)
 
 
 def lowered(way: str, num_micro: int = 1, *more: Any, **budgets: Any) -> fz.Lowered:
     meta = fz.tree.map(lambda x: x.to("meta"), params(8))
-    return fz.lower(step(way, num_micro, None, *more), fz.AbstractMesh(**AXES), meta, torch.empty(8, 8, device="meta"), **budgets)
+    return fz.lower(
+        step(way, num_micro, None, *more), fz.AbstractMesh(**AXES), meta, torch.empty(8, 8, device="meta"), **budgets
+    )
 
 
 P = 4 * (2 * 2 * 8 * 17 + 2 * 17 + 8)  # bytes of all parameters
@@ -141,26 +165,36 @@ def near(nbytes: float) -> Any:
 
 
 def test_each_byte_crosses_nodes_once():
-    """Over `node` goes half of half: what a rank has of its node's part. Over one axis of all ranks half of three quarters would cross nodes."""
+    """Over `node` goes half of half: what a rank has of its node's part. Over one axis of all ranks half of three
+    quarters would cross nodes."""
     found = moved(lowered("params").program)
     assert (found["reduce_scatter:data"], found["reduce_scatter:node"]) == (near(P / 2), near(P / 4))
-    assert found["all_gather:data"] == near(2 * found["all_gather:node"]) and P / 2 < found["all_gather:data"] < P  # a backward may lack some
+    assert (
+        found["all_gather:data"] == near(2 * found["all_gather:node"]) and P / 2 < found["all_gather:data"] < P
+    )  # a backward may lack some
     assert moved(lowered("opt_state").program) == {
         "all_gather:node": near(P / 4), "all_gather:data": near(P / 2), "reduce_scatter:data": near(P / 2), "reduce_scatter:node": near(P / 4)
     }  # fmt: skip
 
 
 def test_stages_over_prefixes_move_between_the_places_where_each_rests():
-    """Parameters by `data` are gathered over it alone; new ones over `node`, once a step; gradients add up by `data`."""
+    """Parameters by `data` are gathered over it alone; new ones over `node`, once a step; gradients add up by
+    `data`."""
     for num_micro in (1, 4):
         found = moved(lowered("params by data", num_micro).program)
         assert found.pop("all_gather:data") == num_micro * moved(lowered("params").program)["all_gather:data"]
-        assert found == {"all_gather:node": near(P / 4), "reduce_scatter:data": near(num_micro * P / 2), "reduce_scatter:node": near(P / 4)}
+        assert found == {
+            "all_gather:node": near(P / 4),
+            "reduce_scatter:data": near(num_micro * P / 2),
+            "reduce_scatter:node": near(P / 4),
+        }
 
 
 def test_masters_rest_as_their_state_and_their_copies_are_gathered_once():
     found = lowered("params by data", 4, fz.mixed_precision("bf16"))
-    assert {leaf.layout.axes for leaf in found.program.leaves.values() if leaf.role == "params" and leaf.numel > 3} == {BOTH}
+    assert {leaf.layout.axes for leaf in found.program.leaves.values() if leaf.role == "params" and leaf.numel > 3} == {
+        BOTH
+    }
     assert moved(found.program)["all_gather:node"] == near(P / 8), "in bf16, once a step"
 
 
@@ -171,7 +205,10 @@ def test_once_a_step_is_once_a_step(way):
     for num_micro in (2, 4):
         found = moved(lowered(way, num_micro).program)
         gathers = found["all_gather:data"] / 2 if way == "reductions once" else P / 4  # as often as over the fast axis
-        assert (found["all_gather:node"], found["reduce_scatter:node"]) == (near(gathers), near((num_micro if way == "gathers once" else 1) * P / 4))
+        assert (found["all_gather:node"], found["reduce_scatter:node"]) == (
+            near(gathers),
+            near((num_micro if way == "gathers once" else 1) * P / 4),
+        )
         assert found["reduce_scatter:data"] == num_micro * one["reduce_scatter:data"], "over the fast axis as ever"
 
 
@@ -198,23 +235,31 @@ def test_a_plan_prices_each_axis_on_its_link():
     device = replace(get_device("h100"), devices_per_host=2)
     for line, _ in found.program.walk():
         if line.op == "all_gather_start":
-            sent, within = transfer_bytes(line, found.program.values_by_name, found.program.mesh), line.attrs["axes"] == ("data",)
+            sent, within = (
+                transfer_bytes(line, found.program.values_by_name, found.program.mesh),
+                line.attrs["axes"] == ("data",),
+            )
             link = device.links["intra" if within else "inter"]
-            assert seconds(line, found.program, device) == pytest.approx((1 if within else 2) * link.latency + sent / link.bandwidth)
+            assert seconds(line, found.program, device) == pytest.approx(
+                (1 if within else 2) * link.latency + sent / link.bandwidth
+            )
     assert {c.partition(":")[2] for c in found.plan_on(device).channels} >= {"data", "node"}
 
 
 def test_the_text_says_over_which_axis_and_of_what():
     text = str(lowered("params", 2).program)
     assert "shard(data, node)" in text and "shard(data of data, node)" in text and "axis='node'" in text
-    assert "axis=('data', 'node')" in str(fz.lower(step("opt_state"), fz.AbstractMesh(**AXES), params(5), torch.empty(4, 5)).program)  # whole, then cut
+    assert "axis=('data', 'node')" in str(
+        fz.lower(step("opt_state"), fz.AbstractMesh(**AXES), params(5), torch.empty(4, 5)).program
+    )  # whole, then cut
 
 
 # --- on ranks ---
 
 
 def measured(ways: list[str]) -> list[Any]:
-    """On every rank: by way and number of micro-batches, the bytes handed to gloo for gathers and reductions over each axis, by step; and the losses."""
+    """On every rank: by way and number of micro-batches, the bytes handed to gloo for gathers and reductions over each
+    axis, by step; and the losses."""
     from fzero import compat
     from fzero.comm import collectives
 
@@ -248,7 +293,8 @@ def measured(ways: list[str]) -> list[Any]:
 
 
 def test_what_is_handed_to_the_network_is_what_the_program_says(run_ranks):
-    """Over gloo, every step alike; over `node` once a step, however many micro-batches. Padding is sent too: of 8 x 17 elements for 4 shards none."""
+    """Over gloo, every step alike; over `node` once a step, however many micro-batches. Padding is sent too: of 8 x 17
+    elements for 4 shards none."""
     ranks = run_ranks(4, measured, ["params", "once"])
     for way, num_micro, _, seen in [entry for found in ranks for entry in found]:
         told = moved(lowered(way, num_micro).program)
@@ -268,13 +314,24 @@ def compared(pairs: list[tuple[str, str, int]]) -> list[Any]:
     batches = [torch.randn(16, 5, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     for one, other, num_micro in pairs:
         (a, x), (b, y) = (trained(mesh, step(way, num_micro), batches) for way in (one, other))
-        same = all(torch.equal(p, q) for p, q in zip(fz.tree.leaves((x.params, x.opt_state)), fz.tree.leaves((y.params, y.opt_state)), strict=True))
+        same = all(
+            torch.equal(p, q)
+            for p, q in zip(
+                fz.tree.leaves((x.params, x.opt_state)), fz.tree.leaves((y.params, y.opt_state)), strict=True
+            )
+        )
         out.append((a == b and same, max(abs(p - q) / abs(q) for p, q in zip(a, b, strict=True))))
     return out
 
 
 def test_kept_gathers_are_equal_to_the_bit_and_hops_to_one_axis(run_ranks):
-    pairs = [("params", "gathers once", 1), ("params", "gathers once", 2), ("params", "once", 1), ("reductions once", "once", 2), ("params", "once", 2)]
+    pairs = [
+        ("params", "gathers once", 1),
+        ("params", "gathers once", 2),
+        ("params", "once", 1),
+        ("reductions once", "once", 2),
+        ("params", "once", 2),
+    ]
     pairs += [("params", "some gathers once", 1)]
     for found in run_ranks(4, compared, pairs):
         assert [same for same, _ in found[:4]] == [True] * 4, found
@@ -289,7 +346,10 @@ def one_axis(num_micro: int) -> list[float]:
 
 def two_axes(num_micro: int) -> list[list[float]]:
     mesh = fz.make_mesh(**AXES)
-    return [trained(mesh, step(way, num_micro), [whole((16, 5), i) for i in range(4)])[0] for way in ("params", "once", "params by data")]
+    return [
+        trained(mesh, step(way, num_micro), [whole((16, 5), i) for i in range(4)])[0]
+        for way in ("params", "once", "params by data")
+    ]
 
 
 def test_hops_are_equal_to_one_axis(run_ranks):
@@ -336,7 +396,13 @@ def test_a_checkpoint_goes_between_meshes(run_ranks, tmp_path, way):
     assert all(value == pytest.approx(evaluated, rel=1e-6) for value, _ in found)
     assert all(same(state, want) for _, state in found)
     births = []
-    for axes, other in (({"data": 4}, "params"), ({"data": 1}, "params"), (AXES, "params"), (AXES, "params by data"), ({"data": 3}, "params")):
+    for axes, other in (
+        ({"data": 4}, "params"),
+        ({"data": 1}, "params"),
+        (AXES, "params"),
+        (AXES, "params by data"),
+        ({"data": 3}, "params"),
+    ):
         size = 4 if len(axes) > 1 else axes["data"]
         for born, state in run_ranks(size, restored, str(tmp_path), axes, other):
             assert same(state, want), axes
@@ -379,7 +445,12 @@ def fresh_losses() -> list[float]:
 
 def built(*transforms: Any, axes: dict[str, int] = AXES) -> Any:
     meta = fz.tree.map(lambda x: x.to("meta"), params())
-    return fz.lower(fz.compose(*transforms)(fz.train_step(loss_fn, clipped())), fz.AbstractMesh(**axes), meta, torch.empty(4, 5, device="meta"))
+    return fz.lower(
+        fz.compose(*transforms)(fz.train_step(loss_fn, clipped())),
+        fz.AbstractMesh(**axes),
+        meta,
+        torch.empty(4, 5, device="meta"),
+    )
 
 
 REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
@@ -388,13 +459,37 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
     "no name": (lambda: fz.shard_grads(axis=("data", 3)), FzeroTypeError, "a tuple of names"),
     "data_parallel": (lambda: fz.data_parallel(axis=("data", "node")), FzeroTypeError, "takes the name of one axis"),
     "unknown": (lambda: built(fz.shard_params(axis=("data", "rack"))), FzeroValueError, "the mesh has node=2, data=2"),
-    "no prefix": (lambda: built(fz.shard_params(axis="node"), fz.shard_opt_state(axis=BOTH)), TransformError, "is not how ('data', 'node') begins"),
-    "other order": (lambda: built(fz.shard_params(axis=BOTH), fz.shard_grads(axis=("node", "data"))), TransformError, "is not how"),
+    "no prefix": (
+        lambda: built(fz.shard_params(axis="node"), fz.shard_opt_state(axis=BOTH)),
+        TransformError,
+        "is not how ('data', 'node') begins",
+    ),
+    "other order": (
+        lambda: built(fz.shard_params(axis=BOTH), fz.shard_grads(axis=("node", "data"))),
+        TransformError,
+        "is not how",
+    ),
     "idle": (lambda: built(fz.shard_params(axis="data")), FzeroValueError, "no transform uses a mesh axis"),
-    "once of one": (lambda: built(fz.shard_params(axis="data"), fz.data_parallel(axis="node"), fz.once_a_step()), FzeroValueError, "sharded over 'node'"),
-    "once of the first": (lambda: built(fz.shard_params(axis=BOTH), fz.once_a_step(axis="data")), FzeroValueError, "'data' cuts first"),
-    "once of nothing": (lambda: built(fz.shard_opt_state(axis=BOTH), fz.once_a_step()), FzeroValueError, "crosses it once a step already"),
-    "once unknown": (lambda: built(fz.shard_params(), fz.once_a_step(), axes={"data": 4}), FzeroValueError, "no axis 'node'"),
+    "once of one": (
+        lambda: built(fz.shard_params(axis="data"), fz.data_parallel(axis="node"), fz.once_a_step()),
+        FzeroValueError,
+        "sharded over 'node'",
+    ),
+    "once of the first": (
+        lambda: built(fz.shard_params(axis=BOTH), fz.once_a_step(axis="data")),
+        FzeroValueError,
+        "'data' cuts first",
+    ),
+    "once of nothing": (
+        lambda: built(fz.shard_opt_state(axis=BOTH), fz.once_a_step()),
+        FzeroValueError,
+        "crosses it once a step already",
+    ),
+    "once unknown": (
+        lambda: built(fz.shard_params(), fz.once_a_step(), axes={"data": 4}),
+        FzeroValueError,
+        "no axis 'node'",
+    ),
     "once nothing": (lambda: fz.once_a_step(gathers=0, reductions=False), FzeroValueError, "leave nothing to do"),
     "share": (lambda: fz.once_a_step(gathers=1.5), FzeroValueError, "no share of the blocks"),
     "text": (lambda: fz.once_a_step(gathers="all"), FzeroValueError, "no share of the blocks"),

@@ -1,4 +1,5 @@
-"""What a block shares with its caller in PyTorch, and not in a program: the memory of tensors and the containers of its arguments."""
+"""What a block shares with its caller in PyTorch, and not in a program: the memory of tensors and the containers of its
+arguments."""
 
 from __future__ import annotations
 
@@ -190,7 +191,9 @@ def check_as_pytorch(loss: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("loss", WRITES, ids=lambda f: f.__name__)
-def test_a_write_to_memory_that_a_block_shares_is_refused_where_another_tensor_of_it_is_read(loss: Callable[..., Any]) -> None:
+def test_a_write_to_memory_that_a_block_shares_is_refused_where_another_tensor_of_it_is_read(
+    loss: Callable[..., Any],
+) -> None:
     train = compiled(loss, has_aux=loss is write_and_report)
     with pytest.raises(TraceError, match=r"fzero\.(?s:.*)Fix: ") as error:
         train(train.init(PARAMS), BATCH)
@@ -199,7 +202,9 @@ def test_a_write_to_memory_that_a_block_shares_is_refused_where_another_tensor_o
         assert "that an argument or a result of block " in str(error.value)
 
 
-@pytest.mark.parametrize("loss", [read_only, read_what_is_written, read_before, containers_of_its_own], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", [read_only, read_what_is_written, read_before, containers_of_its_own], ids=lambda f: f.__name__
+)
 def test_views_writes_and_containers_that_nobody_else_sees_train_as_in_pytorch(loss: Callable[..., Any]) -> None:
     check_as_pytorch(loss)
 
@@ -211,7 +216,11 @@ def test_a_block_that_changes_a_container_it_is_given_is_refused_by_name(name: s
     with pytest.raises(TraceError) as error:
         train(train.init(PARAMS), BATCH)
     lines = str(error.value).split("\n")
-    assert lines[0].startswith(f"fzero.block {name}: changes a list, dict") and "test_block_borders.py:" in lines[1] and lines[2] == f"  {argument}"
+    assert (
+        lines[0].startswith(f"fzero.block {name}: changes a list, dict")
+        and "test_block_borders.py:" in lines[1]
+        and lines[2] == f"  {argument}"
+    )
     assert lines[3].startswith("Fix: return the new value instead")
 
 
@@ -231,4 +240,6 @@ def test_what_no_block_takes_or_returns_names_its_line() -> None:
     }
     for says, loss in calls.items():
         with pytest.raises(fz.errors.TraceError, match=rf"(?s)test_block_borders\.py:\d+\n  {says}\nFix: "):
-            fz.lower(fz.train_step(loss, fz.optim.sgd(0.1)), fz.AbstractMesh(data=1), {"w": torch.ones(3)}, torch.ones(3))
+            fz.lower(
+                fz.train_step(loss, fz.optim.sgd(0.1)), fz.AbstractMesh(data=1), {"w": torch.ones(3)}, torch.ones(3)
+            )

@@ -1,4 +1,5 @@
-"""Blocks under derivatives and contexts of the user's own, beside PyTorch's autograd on the same loss: equal, or refused by name."""
+"""Blocks under derivatives and contexts of the user's own, beside PyTorch's autograd on the same loss: equal, or
+refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import torch.utils.checkpoint
 import fzero as fz
 from fzero import optim
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # what forward mode imports
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # what forward mode imports
 PARAMS = {name: torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) / 2 for i, name in enumerate("wv")}
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(9))
 grad = torch.autograd.grad
@@ -125,7 +128,9 @@ def dual_numbers(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(lambda z: run(p, torch.tanh(run(p, z) @ p["w"])).square().mean(), x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        lambda z: run(p, torch.tanh(run(p, z) @ p["w"])).square().mean(), x, use_reentrant=False
+    )
 
 
 def penalty_of_what_is_checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,19 +146,32 @@ def signed_zeros(p: Any, x: torch.Tensor) -> torch.Tensor:
 def signed_zeros_in_one_graph(p: Any, x: torch.Tensor) -> torch.Tensor:
     def both(q: Any, a: torch.Tensor) -> torch.Tensor:
         a = a @ q["w"]
-        return (a * torch.copysign(torch.ones(4), torch.full((4,), 0.0)) - a * torch.copysign(torch.ones(4), torch.full((4,), -0.0))).square().mean()
+        return (
+            (
+                a * torch.copysign(torch.ones(4), torch.full((4,), 0.0))
+                - a * torch.copysign(torch.ones(4), torch.full((4,), -0.0))
+            )
+            .square()
+            .mean()
+        )
 
     return fz.block(both)(p, x)
 
 
 def kernels_of_attention(p: Any, x: torch.Tensor) -> torch.Tensor:
-    attend = fz.block(lambda q, a: F.scaled_dot_product_attention(*(a @ q["w"]).view(1, 2, 4, 4).expand(3, 1, 2, 4, 4).unbind()))
+    attend = fz.block(
+        lambda q, a: F.scaled_dot_product_attention(*(a @ q["w"]).view(1, 2, 4, 4).expand(3, 1, 2, 4, 4).unbind())
+    )
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         a = attend(p, x)
     return (a + attend(p, x)).square().mean()
 
 
-CASES = {f.__name__: f for f in [*vars().values()] if callable(f) and getattr(f, "__module__", "") == __name__ and f not in (body, run, softmax)}
+CASES = {
+    f.__name__: f
+    for f in [*vars().values()]
+    if callable(f) and getattr(f, "__module__", "") == __name__ and f not in (body, run, softmax)
+}
 
 
 def in_torch(loss: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -186,7 +204,10 @@ def test_refused_by_name() -> None:
             out = run(p, x)
         return grad(out.sum(), p["w"], create_graph=True)[0].square().sum()
 
-    with pytest.raises(fz.errors.TraceError, match=r"(?s)block body: is differentiated under other settings.*kernels of attention.*Fix: ask for both"):
+    with pytest.raises(
+        fz.errors.TraceError,
+        match=r"(?s)block body: is differentiated under other settings.*kernels of attention.*Fix: ask for both",
+    ):
         in_fzero(other_kernels)
 
     def other_dtype(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +257,9 @@ def test_results_of_any_strides(policy: str) -> None:
     x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(3))
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return sum((behind(p, fz.block(make)(p, x)) for make in MAKERS.values() for behind in LOSSES.values()), torch.zeros(()))
+        return sum(
+            (behind(p, fz.block(make)(p, x)) for make in MAKERS.values() for behind in LOSSES.values()), torch.zeros(())
+        )
 
     step = fz.train_step(loss, optim.sgd(0.1))
     expected, _ = step(step.init(PARAMS), x)
@@ -247,8 +270,14 @@ def test_results_of_any_strides(policy: str) -> None:
 
 @pytest.mark.usefixtures("compiled_here")
 def test_compiled_functions_get_the_strides_they_were_traced_for() -> None:
-    x, params = torch.randn(8, 80, 16, generator=torch.Generator().manual_seed(3)), {"w": torch.eye(16) * 2, "v": torch.eye(16)}
-    step = fz.train_step(lambda p, x: fz.block(lambda q, y: (y @ q["v"]).reshape(-1, 16).square().mean())(p, fz.block(rows)(p, x)), optim.sgd(1.0))
+    x, params = (
+        torch.randn(8, 80, 16, generator=torch.Generator().manual_seed(3)),
+        {"w": torch.eye(16) * 2, "v": torch.eye(16)},
+    )
+    step = fz.train_step(
+        lambda p, x: fz.block(lambda q, y: (y @ q["v"]).reshape(-1, 16).square().mean())(p, fz.block(rows)(p, x)),
+        optim.sgd(1.0),
+    )
     expected, _ = step(step.init(params), x)
     train = fz.compile(step, fz.make_mesh(data=1))
     state, _ = train(train.init(params), x)

@@ -18,7 +18,9 @@ MASK = (0.0, 0.0, 0.0, 0.0, 0.0, float("-inf"), float("-inf"))
 
 def attention(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = (x @ p["w"] + torch.tensor(MASK)).softmax(-1)
-    return weights @ p["v"], -torch.where(weights > 0, weights * weights.log(), 0.0).sum(-1).mean()  # an entropy, whose derivative at 0 is inf
+    return weights @ p["v"], -torch.where(weights > 0, weights * weights.log(), 0.0).sum(
+        -1
+    ).mean()  # an entropy, whose derivative at 0 is inf
 
 
 def logged(layer: Any) -> Callable[..., Any]:
@@ -44,11 +46,18 @@ def by_torch(loss: Callable[..., Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("uses", [logged, unread])
-@pytest.mark.parametrize("transform", [fz.compose(), fz.remat("full"), fz.remat("none"), fz.compose(fz.shard_params(), fz.accumulate(2, vertical=True))])
+@pytest.mark.parametrize(
+    "transform",
+    [fz.compose(), fz.remat("full"), fz.remat("none"), fz.compose(fz.shard_params(), fz.accumulate(2, vertical=True))],
+)
 def test_a_result_that_is_not_differentiated_has_no_backward(uses: Any, transform: Any) -> None:
     """Zeros in place of its gradient would be nan where they meet an infinite derivative."""
     want = by_torch(uses(attention))
-    train = fz.compile(transform(fz.train_step(uses(fz.block(attention)), optim.sgd(0.1), has_aux=True)), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        transform(fz.train_step(uses(fz.block(attention)), optim.sgd(0.1), has_aux=True)),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     state = train.init(PARAMS)
     for _ in range(2):
         state, _ = train(state, X)

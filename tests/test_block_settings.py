@@ -1,4 +1,5 @@
-"""What a block reads beside its arguments is part of what it is: a call under other settings is another function, a call under the same is not."""
+"""What a block reads beside its arguments is part of what it is: a call under other settings is another function, a
+call under the same is not."""
 
 from __future__ import annotations
 
@@ -185,7 +186,9 @@ def of_partial() -> tuple[Run, Set]:
 
 
 def of_environment() -> tuple[Run, Set]:
-    return lambda p, x: x @ p["w"] * float(os.environ["FZERO_TEST_BY"]), lambda value: os.environ.update(FZERO_TEST_BY=str(value))
+    return lambda p, x: x @ p["w"] * float(os.environ["FZERO_TEST_BY"]), lambda value: os.environ.update(
+        FZERO_TEST_BY=str(value)
+    )
 
 
 def of_getenv() -> tuple[Run, Set]:
@@ -216,7 +219,10 @@ def of_nn_module() -> tuple[Run, Set]:
 
 def of_training() -> tuple[Run, Set]:
     module = Module()
-    return lambda p, x: x @ p["w"] * (2.0 if module.drop.training else 1.0), lambda value: module.train(value == 1.0) and None
+    return (
+        lambda p, x: x @ p["w"] * (2.0 if module.drop.training else 1.0),
+        lambda value: module.train(value == 1.0) and None,
+    )
 
 
 def of_attribute_of_function() -> tuple[Run, Set]:
@@ -242,12 +248,16 @@ def of_long_list() -> tuple[Run, Set]:
 
 def of_enum() -> tuple[Run, Set]:
     config = types.SimpleNamespace(mode=Mode.ONE)
-    return lambda p, x: x @ p["w"] * config.mode.value, lambda value: put(config, "mode")(Mode.ONE if value == 1.0 else Mode.OTHER)
+    return lambda p, x: x @ p["w"] * config.mode.value, lambda value: put(config, "mode")(
+        Mode.ONE if value == 1.0 else Mode.OTHER
+    )
 
 
 def of_sign_of_zero() -> tuple[Run, Set]:
     config = types.SimpleNamespace(zero=0.0)
-    return lambda p, x: x @ p["w"] * (1.0 if str(config.zero) == "0.0" else 2.0), lambda value: put(config, "zero")(0.0 if value == 1.0 else -0.0)
+    return lambda p, x: x @ p["w"] * (1.0 if str(config.zero) == "0.0" else 2.0), lambda value: put(config, "zero")(
+        0.0 if value == 1.0 else -0.0
+    )
 
 
 def of_set_of_tuples() -> tuple[Run, Set]:
@@ -401,7 +411,9 @@ def numbers(step: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_setting_that_changes_between_two_calls_is_another_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_changes_between_two_calls_is_another_function(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FZERO_TEST_BY", "1.0")
     fn, put_value = WAYS[name]()
     run = fn if name == "of_argument" else fz.block(fn)
@@ -480,7 +492,10 @@ def test_what_a_block_would_not_see_is_refused(around: Callable[[], Any]) -> Non
         with around():
             return tanh(p, x).mean()
 
-    with pytest.raises(fz.errors.TraceError, match=r"(?s)block tanh: is called under what.*(Watching|saved_tensors_hooks).*Fix: enter it inside the block"):
+    with pytest.raises(
+        fz.errors.TraceError,
+        match=r"(?s)block tanh: is called under what.*(Watching|saved_tensors_hooks).*Fix: enter it inside the block",
+    ):
         functions(loss, PARAMS)
 
 
@@ -508,12 +523,18 @@ def test_a_dispatch_mode_around_a_step_sees_what_it_sees_in_pytorch_or_is_refuse
         assert got["loss"] == metrics["loss"] and torch.equal(state.params["w"], expected.params["w"])
     train = fz.compile(step, fz.make_mesh(data=1), backend="inductor")
     state = train.init(PARAMS)
-    with DoubledBelow(), pytest.raises(fz.errors.FzeroValueError, match=r"(?s)is called under what.*DoubledBelow\nFix: enter it.*backend='eager'"):
+    with (
+        DoubledBelow(),
+        pytest.raises(
+            fz.errors.FzeroValueError, match=r"(?s)is called under what.*DoubledBelow\nFix: enter it.*backend='eager'"
+        ),
+    ):
         train(state, BATCH)
 
 
 def test_autocast_around_some_steps() -> None:
-    """Each step does what it does under the settings that it is called under; what a program cannot see is refused, whichever call it is around."""
+    """Each step does what it does under the settings that it is called under; what a program cannot see is refused,
+    whichever call it is around."""
     step = fz.train_step(lambda p, x: (x @ p["w"] @ p["w"]).square().mean(), optim.sgd(0.1))
     train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
     plain, state = step.init(PARAMS), train.init(PARAMS)
@@ -523,13 +544,23 @@ def test_autocast_around_some_steps() -> None:
             state, got = train(state, BATCH)
         assert got["loss"] == expected["loss"], on
     for around in (Doubled, doubling_hooks):
-        with around(), pytest.raises(fz.errors.FzeroValueError, match=r"(?s)called under what.*(Doubled|saved_tensors_hooks).*Fix: enter it in the function"):
+        with (
+            around(),
+            pytest.raises(
+                fz.errors.FzeroValueError,
+                match=r"(?s)called under what.*(Doubled|saved_tensors_hooks).*Fix: enter it in the function",
+            ),
+        ):
             train(state, BATCH)
 
 
 def test_a_setting_that_changes_after_a_few_steps_is_told_at_once() -> None:
     config = Config()
-    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     state = train.init(PARAMS)
     for _ in range(4):
         state, _ = train(state, BATCH)
@@ -538,7 +569,9 @@ def test_a_setting_that_changes_after_a_few_steps_is_told_at_once() -> None:
         train(state, BATCH)
 
 
-def test_a_setting_that_changes_late_is_told_at_once_where_looking_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_changes_late_is_told_at_once_where_looking_costs_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, clock = Config(), [0.0]
 
     def tick() -> float:
@@ -546,7 +579,11 @@ def test_a_setting_that_changes_late_is_told_at_once_where_looking_costs_little(
         return clock[0]
 
     monkeypatch.setattr(compiled, "perf_counter", tick)
-    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     state = train.init(PARAMS)
     for _ in range(20):
         state, _ = train(state, BATCH)
@@ -562,7 +599,8 @@ def functions(loss: Callable[..., Any], params: Any) -> list[str]:
 
 
 def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that are alike, made anew for each layer, attributes that differ and that no code names, one setting there and back."""
+    """Objects that are alike, made anew for each layer, attributes that differ and that no code names, one setting
+    there and back."""
     from fzero.trace import block as module
 
     traced: list[str] = []
@@ -587,11 +625,22 @@ def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.Monkey
 
     names = functions(loss, [PARAMS] * 6)
     assert len(traced) == 2, traced
-    assert sum("glue" not in n and "_vjp" not in n and "grad" not in n and n not in ("update", "reduce") and "scalars" not in n for n in names) == 2, names
+    assert (
+        sum(
+            "glue" not in n
+            and "_vjp" not in n
+            and "grad" not in n
+            and n not in ("update", "reduce")
+            and "scalars" not in n
+            for n in names
+        )
+        == 2
+    ), names
 
 
 def test_what_a_block_changes_itself() -> None:
-    """A counter that decides nothing costs one trace more, however many calls there are; one that decides is refused, forward alone too."""
+    """A counter that decides nothing costs one trace more, however many calls there are; one that decides is refused,
+    forward alone too."""
 
     class Counting(Layer):
         calls = 0
@@ -611,7 +660,10 @@ def test_what_a_block_changes_itself() -> None:
     made = [functions(loss(Counting()), [PARAMS] * n) for n in (6, 12)]
     counting = Counting()
     functions(loss(counting), [PARAMS] * 12)
-    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (made, counting.calls)  # the first layer's input has no gradient
+    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (
+        made,
+        counting.calls,
+    )  # the first layer's input has no gradient
 
     counting.by = 0.0
     with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):
@@ -621,7 +673,8 @@ def test_what_a_block_changes_itself() -> None:
 
 
 def test_what_a_block_changes_and_the_loss_reads_is_refused_by_name() -> None:
-    """A block runs while it is traced, once or twice and not at each call: what it counts is not what it would be. What it keeps for later is."""
+    """A block runs while it is traced, once or twice and not at each call: what it counts is not what it would be. What
+    it keeps for later is."""
     seen: list[int] = []
     count, kept = {"calls": 0}, {}
 
@@ -653,7 +706,9 @@ def test_what_a_block_changes_and_the_loss_reads_is_refused_by_name() -> None:
 
     for loss, text in ((reads_list, r"seen: a list of \d before"), (reads_number, r"count\['calls'\]: \d before")):
         with pytest.raises(
-            fz.errors.TraceError, match=rf"(?s)block \w+: changes what is read outside of it.*test_block_settings.py:\d+.*{text}.*Fix: return it"
+            fz.errors.TraceError,
+            match=rf"(?s)block \w+: changes what is read outside of it.*test_block_settings.py:\d+.*{text}.*Fix: "
+            rf"return it",
         ):
             functions(loss, PARAMS)
     plain, compiled = numbers(fz.train_step(reads_kept, optim.sgd(0.1)))
@@ -694,7 +749,10 @@ READERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "get with a default": (lambda: SHARED.get("rate", 1) if "rate" in SHARED and "other" not in SHARED else 0, False),
     "in a function inside": (lambda: [(lambda: SHARED["rate"])() for _ in range(2)], False),
     "an attribute": (Trainer().by_attribute, False),
-    "the environment": (lambda: (os.environ.get("FZERO_RATE"), os.getenv("FZERO_RATE", "1"), "FZERO_RATE" in os.environ), False),
+    "the environment": (
+        lambda: (os.environ.get("FZERO_RATE"), os.getenv("FZERO_RATE", "1"), "FZERO_RATE" in os.environ),
+        False,
+    ),
     "an item of the environment": (lambda: os.environ["FZERO_RATE"], False),
     "under another name": (_alias, True),
     "a key that is put together": (lambda part="te": SHARED["ra" + part], True),
@@ -709,7 +767,8 @@ READERS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_of_a_dictionary_what_code_names_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run may write down beside it what it wants; and a value that is read is never missed, also one that comes and goes."""
+    """A run may write down beside it what it wants; and a value that is read is never missed, also one that comes and
+    goes."""
     fn, whole = READERS[name]
     held = [SHARED, *(x.config for x in [getattr(fn, "__self__", None)] if x is not None)]
 
@@ -764,10 +823,15 @@ def test_what_settings_tell() -> None:
 
 
 def test_what_is_not_the_same_twice_is_refused() -> None:
-    """A block that draws or counts in Python is refused where it is traced; what neither that nor its settings show, `check_equivalent` finds."""
+    """A block that draws or counts in Python is refused where it is traced; what neither that nor its settings show,
+    `check_equivalent` finds."""
     numbers_ = iter(range(1, 1000))
     run = fz.block(lambda p, x: x @ p["w"] * next(numbers_))
-    with pytest.raises(fz.errors.TraceError, match=r"(?s)block lambda: computes something else each time it is called.*test_block_settings.py:\d+.*Fix: pass"):
+    with pytest.raises(
+        fz.errors.TraceError,
+        match=r"(?s)block lambda: computes something else each time it is called.*test_block_settings.py:\d+.*Fix: "
+        r"pass",
+    ):
         numbers(fz.train_step(lambda p, x: run(p, x).mean(), optim.sgd(0.1)))
 
     generator = torch.Generator()  # its seed is in no attribute

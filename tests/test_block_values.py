@@ -1,5 +1,5 @@
-"""A block is a function of values: which of its arguments and results are one tensor, and the modes of autograd, are part of its call; where a tensor comes
-from or lies is not, and asking for it is an error."""
+"""A block is a function of values: which of its arguments and results are one tensor, and the modes of autograd, are
+part of its call; where a tensor comes from or lies is not, and asking for it is an error."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_trains_as_in_pytorch(loss: Loss) -> None:
         state, metrics = train(train.init(PARAMS), BATCH)
         torch.testing.assert_close(metrics["loss"], value.detach())
         for name, leaf in leaves.items():
-            torch.testing.assert_close(state.params[name], leaf.detach() if leaf.grad is None else leaf.detach() - 0.1 * leaf.grad)
+            torch.testing.assert_close(
+                state.params[name], leaf.detach() if leaf.grad is None else leaf.detach() - 0.1 * leaf.grad
+            )
 
 
 def test_an_argument_given_twice_is_one_tensor_after_its_cast() -> None:
@@ -162,7 +164,9 @@ def test_an_argument_given_twice_is_one_tensor_after_its_cast() -> None:
         assert q.dtype == p["w"].dtype == torch.bfloat16
         return (q @ p["w"]) * (2.0 if q is k else 3.0)
 
-    train = compiled(lambda p, x: told(p, x, x).float().mean() - told(p, x, x.clone()).float().mean(), fz.mixed_precision("bf16"))
+    train = compiled(
+        lambda p, x: told(p, x, x).float().mean() - told(p, x, x.clone()).float().mean(), fz.mixed_precision("bf16")
+    )
     _, metrics = train(train.init({"w": torch.eye(4)}), torch.ones(2, 4))
     assert metrics["loss"] == 2.0 - 3.0
 
@@ -182,25 +186,40 @@ ASKED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 def test_asking_where_an_argument_comes_from_or_lies_is_refused_by_name(what: str) -> None:
     run = fz.block(ASKED[what])
     train = compiled(lambda p, x: run(p, (x * p["v"])[1:]).sum())
-    with pytest.raises(TraceError, match=rf"(?s)block lambda: asks where .*\({what}\)\n.*test_block_values.py:\d+: .*{what}.*x: float32\[(1, )?4\]\nFix: "):
+    with pytest.raises(
+        TraceError,
+        match=rf"(?s)block lambda: asks where .*\({what}\)\n.*test_block_values.py:\d+: .*{what}.*x: float32\[(1, "
+        rf")?4\]\nFix: ",
+    ):
         train(train.init(PARAMS), BATCH)
 
 
 def test_taking_the_gradient_from_an_argument_is_refused() -> None:
     stops = fz.block(lambda p, x: x.detach_() @ p["w"])
-    losses: list[Loss] = [lambda p, x: stops(p, x * p["v"]).sum(), lambda p, x: (x @ p["w"].requires_grad_(False) * p["v"]).sum()]
+    losses: list[Loss] = [
+        lambda p, x: stops(p, x * p["v"]).sum(),
+        lambda p, x: (x @ p["w"].requires_grad_(False) * p["v"]).sum(),
+    ]
     for loss in losses:
         train = compiled(loss)
-        with pytest.raises(TraceError, match=r"(?s)takes that from what it is given.*Fix: x.detach\(\) stops a gradient"):
+        with pytest.raises(
+            TraceError, match=r"(?s)takes that from what it is given.*Fix: x.detach\(\) stops a gradient"
+        ):
             train(train.init(PARAMS), BATCH)
 
 
 def test_asking_where_a_batch_or_a_result_lies_is_refused_by_name() -> None:
     part = fz.block(lambda p, x: (x * p["v"])[1:])
-    losses: list[Loss] = [lambda p, x: (x * p["v"]).sum() * x.storage_offset(), lambda p, x: part(p, x).as_strided((4,), (1,), 0).sum()]
+    losses: list[Loss] = [
+        lambda p, x: (x * p["v"]).sum() * x.storage_offset(),
+        lambda p, x: part(p, x).as_strided((4,), (1,), 0).sum(),
+    ]
     for loss in losses:
         train = compiled(loss)
-        with pytest.raises(TraceError, match=r"(?s)train_step: asks where a tensor lies.*test_block_values.py:\d+.*Fix: index or view it"):
+        with pytest.raises(
+            TraceError,
+            match=r"(?s)train_step: asks where a tensor lies.*test_block_values.py:\d+.*Fix: index or view it",
+        ):
             train(train.init(PARAMS), BATCH)
 
 
@@ -234,7 +253,11 @@ def test_attributes_of_tensors_that_cross_a_border_are_refused_by_name() -> None
     batch = BATCH.clone()
     batch.scale = 3.0  # type: ignore[attr-defined]
     state, leaf = train.init(PARAMS), torch.ones(4, requires_grad=True)
-    for wrong, text in ((batch, "batch.scale"), (BATCH.as_subclass(Doubling), "batch is a Doubling"), (BATCH * leaf, "batch requires a gradient")):
+    for wrong, text in (
+        (batch, "batch.scale"),
+        (BATCH.as_subclass(Doubling), "batch is a Doubling"),
+        (BATCH * leaf, "batch requires a gradient"),
+    ):
         for call in (train, lambda state, x: train.step(train.step.init(PARAMS), x)):
             with pytest.raises(FzeroTypeError, match=rf"leaves of a batch are values(?s:.*)\n  {text}\nFix: x.detach"):
                 call(state, wrong)

@@ -1,4 +1,5 @@
-"""A memory budget: the plan fits it, the step is still the plain one, more memory is never predicted to be slower, and what cannot fit says so."""
+"""A memory budget: the plan fits it, the step is still the plain one, more memory is never predicted to be slower, and
+what cannot fit says so."""
 
 from __future__ import annotations
 
@@ -38,11 +39,22 @@ def make(accumulate: int = 2) -> fz.Step:
 
 
 def batch(size: int) -> Any:
-    return fz.tree.map(lambda x: torch.empty(x.shape[0] // size, *x.shape[1:], dtype=x.dtype, device="meta"), next(iter(models.batches(1))))
+    return fz.tree.map(
+        lambda x: torch.empty(x.shape[0] // size, *x.shape[1:], dtype=x.dtype, device="meta"),
+        next(iter(models.batches(1))),
+    )
 
 
 def lower(budget: int | None, size: int = 2) -> fz.Lowered:
-    return fz.lower(make(), fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size), memory_budget=budget, device="cpu", backend="eager")
+    return fz.lower(
+        make(),
+        fz.AbstractMesh(data=size),
+        MODELS["gpt"].init,
+        batch(size),
+        memory_budget=budget,
+        device="cpu",
+        backend="eager",
+    )
 
 
 lowered = functools.cache(lower)
@@ -51,8 +63,12 @@ lowered = functools.cache(lower)
 @functools.cache
 def span(size: int = 2) -> tuple[int, int]:
     """Peaks with as little memory as can be, and with as much as is of use."""
-    step = fz.remat(fz.compose(fz.shard_params(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), 0.0)
-    least = fz.lower(step, fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size)).plan_on("cpu", "eager").peak_bytes
+    step = fz.remat(
+        fz.compose(fz.shard_params(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), 0.0
+    )
+    least = (
+        fz.lower(step, fz.AbstractMesh(data=size), MODELS["gpt"].init, batch(size)).plan_on("cpu", "eager").peak_bytes
+    )
     return least, lowered(1 << 30, size).plan.peak_bytes
 
 
@@ -68,7 +84,11 @@ def test_what_a_large_budget_chooses() -> None:
     found = lowered(1 << 30)
     assert found.choice.remat == 1.0 and found.choice.whole_grads and found.choice.order.shared > 0
     gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
-    assert len(gathers) <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"]) - found.choice.order.shared
+    assert (
+        len(gathers)
+        <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"])
+        - found.choice.order.shared
+    )
 
 
 def test_the_plan_says_what_was_decided_and_why() -> None:
@@ -76,7 +96,10 @@ def test_the_plan_says_what_was_decided_and_why() -> None:
     small, large = (next(d for d in lowered(n).plan.decisions if d.what == "gradients") for n in (least, 1 << 30))
     assert small.chosen == "shards" and "more than the budget" in small.why
     assert large.chosen == "whole" and "a step faster than shards" in large.why
-    assert "a step faster than shards" in str(lowered(1 << 30).plan) and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    assert (
+        "a step faster than shards" in str(lowered(1 << 30).plan)
+        and large._asdict() in json.loads(lowered(1 << 30).plan.to_json())["decisions"]
+    )
     (free,) = lowered(None).plan.decisions
     assert free.chosen == "shards" and "no budget" in free.why
     step = fz.compose(fz.data_parallel(), fz.accumulate(2))(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
@@ -92,7 +115,14 @@ def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:
         for data in models.batches(NUM_STEPS):
             state, metrics = train(state, models.part(data, mesh))
             losses.append(metrics["loss"])
-        out.append({"losses": torch.stack(losses), "state": train.gather(state), "program": str(train.program), "peak": train.plan.peak_bytes})
+        out.append(
+            {
+                "losses": torch.stack(losses),
+                "state": train.gather(state),
+                "program": str(train.program),
+                "peak": train.plan.peak_bytes,
+            }
+        )
     return out
 
 
@@ -113,9 +143,22 @@ def test_a_budget_that_nothing_fits() -> None:
     least, _ = span()
     step = fz.accumulate(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()), 2)
     with pytest.raises(BudgetError) as caught:
-        fz.lower(fz.data_parallel(step), MESH, MODELS["gpt"].init, batch(2), memory_budget=least, device="cpu", backend="eager")
+        fz.lower(
+            fz.data_parallel(step),
+            MESH,
+            MODELS["gpt"].init,
+            batch(2),
+            memory_budget=least,
+            device="cpu",
+            backend="eager",
+        )
     text = str(caught.value)
-    assert "bytes) more than" in text and "at: " in text and "with fz.shard_grads(axis='data'): " in text and text.splitlines()[-1].startswith("Fix: ")
+    assert (
+        "bytes) more than" in text
+        and "at: " in text
+        and "with fz.shard_grads(axis='data'): " in text
+        and text.splitlines()[-1].startswith("Fix: ")
+    )
 
 
 def test_a_state_that_does_not_fit_is_not_made() -> None:
@@ -147,7 +190,9 @@ def test_an_update_that_reads_other_values_is_cut_anew() -> None:
         found: list[Program] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "cut_update", lambda program: found.append(program) or cut_update(program))
-            fz.lower(transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2))
+            fz.lower(
+                transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2)
+            )
         return found[0], cut_update(found[0])
 
     sharded, whole = spread_and_cut(fz.shard_params()), spread_and_cut(fz.data_parallel())
@@ -191,10 +236,14 @@ def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
 
 def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
     pairs = sharable(unordered)
-    assert len(pairs) == 2  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
+    assert (
+        len(pairs) == 2
+    )  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
     shared = overlap(unordered, Order(shared=1))
     assert len(starts(shared)) == len(starts(unordered)) - 1
-    assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {x.out[0].name for x in starts(shared)}
+    assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {
+        x.out[0].name for x in starts(shared)
+    }
 
 
 def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
@@ -207,17 +256,27 @@ def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) 
 
 
 def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
-    sent = [transfer_bytes(x, unordered.values_by_name, MESH) for op in ("all_gather_start", "reduce_scatter_start") for x in starts(unordered, op)]
+    sent = [
+        transfer_bytes(x, unordered.values_by_name, MESH)
+        for op in ("all_gather_start", "reduce_scatter_start")
+        for x in starts(unordered, op)
+    ]
     assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
     assert overlap(unordered, Order(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> None:
-    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program verifies."""
-    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]()))
+    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program
+    verifies."""
+    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(
+        fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]())
+    )
     batch = models.meta_part(models.batches(1, size=16)[0], 4)
-    assert fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes > 0
+    assert (
+        fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes
+        > 0
+    )
 
 
 def test_gathers_start_further_ahead(unordered: Program) -> None:

@@ -1,4 +1,5 @@
-"""What a budget that cannot be kept says: what fills the memory, what the gradients wait for, and what would help, tried."""
+"""What a budget that cannot be kept says: what fills the memory, what the gradients wait for, and what would help,
+tried."""
 
 from __future__ import annotations
 
@@ -29,11 +30,22 @@ CLIPPED = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), opt
 WEIGHTS = 4 * 2 * 32 * 128 * 4  # bytes of the parameters
 
 
-def refused(step: Any, rows: int = 1, budget: Any = "1KB", device: str = "h100", mesh: fz.AbstractMesh | None = None) -> list[str]:
+def refused(
+    step: Any, rows: int = 1, budget: Any = "1KB", device: str = "h100", mesh: fz.AbstractMesh | None = None
+) -> list[str]:
     """The lines of the error."""
-    params = [{"up": torch.empty(32, 128, device="meta"), "down": torch.empty(128, 32, device="meta")} for _ in range(4)]
+    params = [
+        {"up": torch.empty(32, 128, device="meta"), "down": torch.empty(128, 32, device="meta")} for _ in range(4)
+    ]
     with pytest.raises(BudgetError) as caught:
-        fz.lower(step, mesh or fz.AbstractMesh(data=1), params, torch.empty(rows, 32, device="meta"), memory_budget=budget, device=device)
+        fz.lower(
+            step,
+            mesh or fz.AbstractMesh(data=1),
+            params,
+            torch.empty(rows, 32, device="meta"),
+            memory_budget=budget,
+            device=device,
+        )
     return str(caught.value).splitlines()
 
 
@@ -54,15 +66,21 @@ def test_what_fills_the_memory_and_what_the_gradients_wait_for() -> None:
 def test_advice_was_tried() -> None:
     """With the peak that it leads to; of the tiers that there are; more batch only where there is a batch."""
     lines = refused(CLIPPED, budget=3 * WEIGHTS)
-    assert line(lines, "with fz.offload('cpu', ('opt_state', 'params')): ").endswith(", which fits") and "together" not in str(lines)
-    assert lines[-1] == "Fix: apply what lowers it most, or raise the budget" and "remat" not in str(lines), "a batch of one row: not a smaller one"
+    assert line(lines, "with fz.offload('cpu', ('opt_state', 'params')): ").endswith(
+        ", which fits"
+    ) and "together" not in str(lines)
+    assert lines[-1] == "Fix: apply what lowers it most, or raise the budget" and "remat" not in str(lines), (
+        "a batch of one row: not a smaller one"
+    )
     lines = refused(PLAIN, rows=4096, budget=4 * WEIGHTS)
     assert line(lines, "with fz.accumulate(num_micro_batches=8): ") and line(lines, "with fz.remat(policy='full')")
     assert "use a smaller batch" in lines[-1] and "idle places" not in line(lines, "there: ")
     together = line(lines, "with fz.accumulate(num_micro_batches=8), ")
     assert "together: " in together and together.count("fz.accumulate") == 1
     lines = refused(PLAIN, device="cpu")
-    assert line(lines, "with fz.offload('nvme', ('opt_state', 'params'), path='DIR'): ") and "'cpu'" not in str(lines), "one memory: there is a disk alone"
+    assert line(lines, "with fz.offload('nvme', ('opt_state', 'params'), path='DIR'): ") and "'cpu'" not in str(
+        lines
+    ), "one memory: there is a disk alone"
     lines = refused(fz.data_parallel(fz.accumulate(4)(PLAIN)), rows=4, mesh=fz.AbstractMesh(data=4))
     assert line(lines, "with fz.shard_params(axis='data'): ") or "fz.shard_params(axis='data')" in str(lines)
     assert line(lines, "with fz.accumulate(num_micro_batches=4, vertical=True): ") or "vertical=True" in str(lines)
@@ -85,7 +103,11 @@ def test_auto_says_what_fills_the_device() -> None:
 
 
 def test_sizes_below_a_mebibyte_can_be_told_apart() -> None:
-    assert "B, " in (first := refused(PLAIN, budget=1000)[1]) and first.count("KiB") == 2 and first.endswith("more than the 1000 B it may have")
+    assert (
+        "B, " in (first := refused(PLAIN, budget=1000)[1])
+        and first.count("KiB") == 2
+        and first.endswith("more than the 1000 B it may have")
+    )
 
 
 @pytest.mark.parametrize("wrong", ["0GB", -1, "lots", 1.5])

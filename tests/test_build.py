@@ -1,4 +1,5 @@
-"""Compiled functions: made once, kept on disk, divided among ranks; and what happens when a file, a rank or a compiler fails."""
+"""Compiled functions: made once, kept on disk, divided among ranks; and what happens when a file, a rank or a compiler
+fails."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ CPU = torch.device("cpu")
 N = 48  # more than 1024 elements in a square: a function worth compiling
 
 
-def function(name: str, fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Function:
+def function(
+    name: str, fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Function:
     """A function of tensors of these shapes, as a program holds it."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [torch.empty(s, dtype=dtype) for s in shapes]
@@ -53,7 +56,11 @@ def literal(x):
 
 def functions() -> dict[str, Function]:
     """One with two results, the same with a buffer for the second, one that reads a literal."""
-    made = [function("several", several, (N, N), (N, N)), function("into", several, (N, N), (N, N), into=(1,)), function("literal", literal, (N, N))]
+    made = [
+        function("several", several, (N, N), (N, N)),
+        function("into", several, (N, N), (N, N), into=(1,)),
+        function("literal", literal, (N, N)),
+    ]
     return {f.name: f for f in made}
 
 
@@ -126,9 +133,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_what_is_compiled_is_kept_for_its_owner(cold):
     cache, seen = cold
-    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {name for *_, name in seen} == {*functions(), "halves"}
+    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {
+        name for *_, name in seen
+    } == {*functions(), "halves"}
     entries = sorted((cache / "functions").iterdir())
-    assert len(entries) == 4 and {p.suffix for p in entries} == {".so"} and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+    assert (
+        len(entries) == 4
+        and {p.suffix for p in entries} == {".so"}
+        and {stat.S_IMODE(p.stat().st_mode) for p in entries} == {0o600}
+    )
     assert stat.S_IMODE((cache / "functions").stat().st_mode) == 0o700
 
 
@@ -177,13 +190,20 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 
 
 def library(path: Path, *made: cpp_kernels.Kernel) -> Path:
-    path.write_bytes(worker._compile_cpp(cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)))
+    path.write_bytes(
+        worker._compile_cpp(
+            cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
+        )
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def meeting(tmp_path_factory) -> Path:
-    return library(tmp_path_factory.mktemp("kernels") / "kernels.so", cpp_kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")))
+    return library(
+        tmp_path_factory.mktemp("kernels") / "kernels.so",
+        cpp_kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")),
+    )
 
 
 @pytest.fixture
@@ -192,14 +212,17 @@ def meet(meeting) -> Any:
 
 
 def test_libraries_loaded_again_keep_their_own_kernels(meeting, tmp_path):
-    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file for the module loaded last."""
+    """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file
+    for the module loaded last."""
     kernel = 'extern "C" void kernel(int64_t* x) { *x += %d; }'
     paths = meeting, library(tmp_path / "kernels.so", *(cpp_kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
     first = [cpp_kernels.load_library(p) for p in paths]
     again = [cpp_kernels.load_library(p) for p in paths]
     assert len({id(m) for m in first + again}) == 4
     for before, after in zip(first, again, strict=True):
-        assert [n for n in vars(before) if n.startswith("kernel_")] == [n for n in vars(after) if n.startswith("kernel_")]
+        assert [n for n in vars(before) if n.startswith("kernel_")] == [
+            n for n in vars(after) if n.startswith("kernel_")
+        ]
     x = torch.zeros(1, dtype=torch.int64)
     for module in (first[1], again[1]):
         module.kernel_0(x), module.kernel_1(x)  # type: ignore[attr-defined]
@@ -278,7 +301,11 @@ def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_
 def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):
     waiting, failed = run_ranks(2, build_on_rank, tmp_path, [fake_compile_jobs, compile_failing], expect_error=True)
     assert failed.type == "FzeroError"
-    assert waiting.type == "DivergenceError" and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message and "FZERO_CACHE=off" in waiting.message
+    assert (
+        waiting.type == "DivergenceError"
+        and "rank 1: FzeroError: fzero.compile: no such luck" in waiting.message
+        and "FZERO_CACHE=off" in waiting.message
+    )
 
 
 def test_a_rank_that_does_not_come_is_named(run_ranks, tmp_path):
@@ -294,13 +321,19 @@ def test_the_compilers_words_are_shown(folder, monkeypatch):
 
     def second(*args: Any, trust_cpu: bool) -> dict[str, Any]:
         tries.append(trust_cpu)
-        return {"failed": "an instruction that the assembler does not know"} if trust_cpu else ask(*args, trust_cpu=False)
+        return (
+            {"failed": "an instruction that the assembler does not know"} if trust_cpu else ask(*args, trust_cpu=False)
+        )
 
     monkeypatch.setattr(worker, "_ask", second)
     one = {"literal": functions()["literal"]}
     with config.patch({"cpp.cxx": (sys.executable,)}), pytest.raises(FzeroError) as error:  # which is no C++ compiler
         building.build(one, "inductor", fz.make_mesh())
-    assert tries == [True, False] and "functions cannot be compiled" in str(error.value) and "backend='eager'" in str(error.value)
+    assert (
+        tries == [True, False]
+        and "functions cannot be compiled" in str(error.value)
+        and "backend='eager'" in str(error.value)
+    )
 
 
 def test_a_torch_with_another_inductor_inside_compiles_in_its_public_way(folder, monkeypatch, caplog):
@@ -409,7 +442,9 @@ def test_an_entry_comes_back_as_it_was(tmp_path):
     assert cache.read("key") == ENTRY and [p.name for p in tmp_path.iterdir()] == ["key.so"]
 
 
-@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:500], lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:]])
+@pytest.mark.parametrize(
+    "damage", [lambda d: b"", lambda d: d[:500], lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:]]
+)
 def test_a_damaged_entry_is_no_entry(tmp_path, damage):
     cache = Cache(tmp_path)
     cache.write("key", ENTRY)
@@ -477,23 +512,39 @@ def test_a_folder_that_cannot_be_made_is_not_used(folder, caplog):
 
 
 def lowered(body: str, head: str = "", writes: tuple[int, ...] = ()) -> compat.Lowered:
-    lines = ["    def call(self, args):", "        arg0_1, arg1_1 = args", "        args.clear()", *(f"        {line}" for line in body.splitlines())]
+    lines = [
+        "    def call(self, args):",
+        "        arg0_1, arg1_1 = args",
+        "        args.clear()",
+        *(f"        {line}" for line in body.splitlines()),
+    ]
     return compat.Lowered("\n".join([head, "class Runner:", *lines]), 2, writes)
 
 
 KERNEL = (
-    "cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x.h>\nextern \"C\" void kernel(const float* a, float* b) {}\n''')"
+    "cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x.h>\nextern \"C\" void "
+    "kernel(const float* a, float* b) {}\n''')"
 )
 
 
 def test_a_plain_function_is_cut_out():
-    code = "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
+    code = (
+        "buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)\ncpp_fused_0(arg0_1, buf0)\ndel arg0_1\nreturn (buf0, )"
+    )
     plain = cpp_kernels.parse(lowered(code, KERNEL), 2, 1, ())
     (kernel,) = plain.kernels.values()
     text = cpp_kernels.text_of(plain, {kernel: 5}, 2, (), 1)
-    assert text.splitlines()[0] == "def call(arg0_1, arg1_1):" and "kernel_5(arg0_1, buf0)" in text and text.splitlines()[-1] == "    return buf0"
+    assert (
+        text.splitlines()[0] == "def call(arg0_1, arg1_1):"
+        and "kernel_5(arg0_1, buf0)" in text
+        and text.splitlines()[-1] == "    return buf0"
+    )
     source = cpp_kernels.library_source([kernel])
-    assert source.count("#include <x.h>") == 1 and "void kernel_0(const float* a" in source and "argument<float*>(args[1])" in source
+    assert (
+        source.count("#include <x.h>") == 1
+        and "void kernel_0(const float* a" in source
+        and "argument<float*>(args[1])" in source
+    )
 
 
 @pytest.mark.parametrize(
@@ -548,18 +599,28 @@ def test_what_the_host_runs_is_made_on_the_host():
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(4, device="meta")
-    ones = graph.call_function(torch.ops.aten.full.default, ([4], 2.0), {"dtype": torch.float32, "device": torch.device("cuda")})
+    ones = graph.call_function(
+        torch.ops.aten.full.default, ([4], 2.0), {"dtype": torch.float32, "device": torch.device("cuda")}
+    )
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, ones)),))
     (out,) = on_host(Recorded(graph)).module()(torch.ones(4))
     assert torch.equal(out, torch.full((4,), 2.0))
-    assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], "the recorded one stays as it is"
+    assert [n.kwargs["device"].type for n in graph.nodes if "device" in n.kwargs] == ["cuda"], (
+        "the recorded one stays as it is"
+    )
 
 
 def test_what_is_substituted_for_the_host_is_on_the_host():
-    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on the tensors of the host."""
+    """An update that draws, recorded on a GPU's tensors: what an operator of our own stands for is recorded again, on
+    the tensors of the host."""
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         given = [torch.empty(5, 3, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")]
-        graph = record(lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)], given, owner="optimizer", names=["p", "key"])
+        graph = record(
+            lambda p, key: [p + fz.random.normal(key, p.shape), p.square().sum((0, 1)).expand(2)],
+            given,
+            owner="optimizer",
+            names=["p", "key"],
+        )
     assert {n.meta["val"].device.type for n in graph.inputs} == {"cuda"}
     here = substituted(on_host(graph), random.DECOMPOSITIONS)
     values = [n.meta["val"] for n in here.graph.nodes if "val" in n.meta]

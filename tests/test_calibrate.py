@@ -56,7 +56,8 @@ def on_ranks(path):
 
 @pytest.fixture(scope="module")
 def together(pool, tmp_path_factory):
-    """The folder of a cache that two ranks measured into, compiling the function whose calls they time, and what they returned."""
+    """The folder of a cache that two ranks measured into, compiling the function whose calls they time, and what they
+    returned."""
     path = tmp_path_factory.mktemp("together")
     return path, pool.run(2, on_ranks, str(path), timeout=240)
 
@@ -118,7 +119,9 @@ def test_a_file_of_another_machine_or_version_is_refused(here, change, shown):
     assert shown in str(error.value)
     assert str(error.value).splitlines()[-1].startswith("Fix:") and "fzero calibrate" in str(error.value)
     assert get_device(None) is KNOWN["cpu"]  # by default it is as if there were none
-    assert get_device(calibration_path()) == Device.from_json(calibration_path().read_text())  # a plan may be for any machine
+    assert get_device(calibration_path()) == Device.from_json(
+        calibration_path().read_text()
+    )  # a plan may be for any machine
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2, "torch": "x", "machine": 3}'])
@@ -197,11 +200,20 @@ def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folde
 
 
 def test_attention_is_measured_as_cuda_has_it(monkeypatch):
-    """Its forward returns, and its backward takes, the state of a dropout: unsigned numbers on the device, which a trace may not meet unannounced."""
+    """Its forward returns, and its backward takes, the state of a dropout: unsigned numbers on the device, which a
+    trace may not meet unannounced."""
     cpu, shapes = probes._FUSED["cpu"], set()
 
     def forward(q, k, v, p, causal):
-        return *cpu.forward(q, k, v, p, causal), None, None, 256, 256, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        return (
+            *cpu.forward(q, k, v, p, causal),
+            None,
+            None,
+            256,
+            256,
+            torch.zeros(2, dtype=torch.uint64),
+            torch.zeros((), dtype=torch.uint64),
+        )
 
     def backward(dout, q, k, v, out, logsumexp, offsets_q, offsets_k, most_q, most_k, p, causal, seed, offset):
         assert (offsets_q, offsets_k, most_q, most_k, seed.dtype) == (None, None, 256, 256, torch.uint64)

@@ -59,20 +59,37 @@ def whole_state(step: int = 100, seed: int = 0) -> State:
     g = torch.Generator().manual_seed(seed)
     params = {
         "embed": torch.randn(7, 5, generator=g),
-        "layers": [{"w": torch.randn(3, 3, 3, generator=g), "b": torch.randn(1, generator=g).bfloat16()} for _ in range(2)],
+        "layers": [
+            {"w": torch.randn(3, 3, 3, generator=g), "b": torch.randn(1, generator=g).bfloat16()} for _ in range(2)
+        ],
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "mask": torch.rand(11, generator=g) > 0.5,
     }
-    moments = Moments(tree.map(lambda p: torch.rand(p.shape, generator=g), params), tree.map(lambda p: torch.rand(p.shape, generator=g), params))
-    return State(torch.tensor(step), params, (None, moments), torch.tensor([1, 2**63 - 1]), {"scale": Scale(torch.tensor(8.0)), "lr": 0.1, "note": "x"})
+    moments = Moments(
+        tree.map(lambda p: torch.rand(p.shape, generator=g), params),
+        tree.map(lambda p: torch.rand(p.shape, generator=g), params),
+    )
+    return State(
+        torch.tensor(step),
+        params,
+        (None, moments),
+        torch.tensor([1, 2**63 - 1]),
+        {"scale": Scale(torch.tensor(8.0)), "lr": 0.1, "note": "x"},
+    )
 
 
 def leaves_of(whole: Any, axes: tuple[str, ...]) -> dict[str, Leaf]:
     """Everything sharded over `axes` but the step, the key and every leaf whose path ends in 'b'."""
     names, paths = tree.names(whole), tree.paths(whole, "state")
-    small = {n for n, x in zip(names, tree.leaves(whole), strict=True) if n.endswith(".b") or n in ("step", "key") or not isinstance(x, torch.Tensor)}
-    tensors = [(n, p, x) for n, p, x in zip(names, paths, tree.leaves(whole), strict=True) if isinstance(x, torch.Tensor)]
+    small = {
+        n
+        for n, x in zip(names, tree.leaves(whole), strict=True)
+        if n.endswith(".b") or n in ("step", "key") or not isinstance(x, torch.Tensor)
+    }
+    tensors = [
+        (n, p, x) for n, p, x in zip(names, paths, tree.leaves(whole), strict=True) if isinstance(x, torch.Tensor)
+    ]
     return {n: Leaf(p, "params", tuple(x.shape), Layout(x.dtype, () if n in small else axes)) for n, p, x in tensors}
 
 
@@ -123,11 +140,19 @@ def save_on(root: Path, whole: Any, axes: tuple[str, ...] = ("data",), **sizes: 
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(format.as_bytes(a.contiguous()), format.as_bytes(b.contiguous()))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(format.as_bytes(a.contiguous()), format.as_bytes(b.contiguous()))
+    )
 
 
 def whole_leaves(tensor_tree: Any) -> dict[str, torch.Tensor]:
-    return {n: x for n, x in zip(tree.names(tensor_tree), tree.leaves(tensor_tree), strict=True) if isinstance(x, torch.Tensor)}
+    return {
+        n: x
+        for n, x in zip(tree.names(tensor_tree), tree.leaves(tensor_tree), strict=True)
+        if isinstance(x, torch.Tensor)
+    }
 
 
 def read_whole(path: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
@@ -163,7 +188,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 # Round trips
 
 
-@pytest.mark.parametrize("saved", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 2}, {"data": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    "saved", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 2}, {"data": 2, "expert": 2}], ids=str
+)
 @pytest.mark.parametrize("loaded", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 3}], ids=str)
 def test_any_mesh_to_any_mesh(tmp_path: Path, small_chunks: int, saved: dict[str, int], loaded: dict[str, int]) -> None:
     whole = whole_state()
@@ -204,7 +231,14 @@ def test_whole_leaves_are_balanced_by_bytes() -> None:
     plans = [saving.make_plan(state, rank, 3) for rank in range(3)]
     assert len({p.digest() for p in plans}) == 1
     owner = {n.removeprefix("params."): p[0][0] if p else None for n, p in plans[0].parts.items()}
-    assert owner == {"w0": 0, "w1": 1, "w2": 2, "w3": 2, "w4": 1, "w5": None} or owner == {"w0": 0, "w1": 1, "w2": 2, "w3": 2, "w4": 2, "w5": None}
+    assert owner == {"w0": 0, "w1": 1, "w2": 2, "w3": 2, "w4": 1, "w5": None} or owner == {
+        "w0": 0,
+        "w1": 1,
+        "w2": 2,
+        "w3": 2,
+        "w4": 2,
+        "w5": None,
+    }
 
 
 @pytest.mark.parametrize("dtype", format.CODES, ids=str)
@@ -212,7 +246,9 @@ def test_every_dtype_and_shape_is_bit_exact(tmp_path: Path, dtype: torch.dtype) 
     def noise(*shape: int) -> torch.Tensor:
         if dtype == torch.bool:
             return torch.rand(shape) > 0.5
-        return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)  # NaNs with payloads among them
+        return (
+            torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)
+        )  # NaNs with payloads among them
 
     params = [noise(), noise(0), noise(0, 3), noise(5), noise(2, 3), noise(6, 4).T]
     save_on(tmp_path, State(1, params), data=2)
@@ -248,8 +284,13 @@ def test_property_shards_of_any_size_meet_again(tmp_path: Path, small_chunks: in
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(size=st.integers(1, 2000), cuts=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=8))
-def test_property_ranges_are_slices_of_the_file(tmp_path: Path, small_chunks: int, size: int, cuts: list[tuple[int, int]]) -> None:
+@given(
+    size=st.integers(1, 2000),
+    cuts=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=8),
+)
+def test_property_ranges_are_slices_of_the_file(
+    tmp_path: Path, small_chunks: int, size: int, cuts: list[tuple[int, int]]
+) -> None:
     content = random.Random(size).randbytes(size)
     file = tmp_path / "blob"
     file.write_bytes(content)
@@ -302,10 +343,18 @@ def test_a_tied_leaf_is_stored_once_and_comes_back_tied(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_stored_is_listed_at_once(tmp_path: Path) -> None:
-    bad = State(-1, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "s": {1, 2}, "m": torch.empty(2, device="meta"), (1, 2): 3})
+    bad = State(
+        -1,
+        {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "s": {1, 2}, "m": torch.empty(2, device="meta"), (1, 2): 3},
+    )
     text = raises(lambda: checkpoint.save(tmp_path / "x", bad), "state.step: -1", "keys must be str or int, not (1, 2)")
     bad.params.pop((1, 2))
-    text = raises(lambda: checkpoint.save(tmp_path / "x", bad), "'a.b'", "state.params['s']: a builtins.set", "params.m: a tensor on the meta device")
+    text = raises(
+        lambda: checkpoint.save(tmp_path / "x", bad),
+        "'a.b'",
+        "state.params['s']: a builtins.set",
+        "params.m: a tensor on the meta device",
+    )
     assert "5 reasons" not in text and "4 reasons" in text
     assert not (tmp_path / "x").exists()
     good = State(0, {"a": torch.ones(1)})
@@ -347,7 +396,16 @@ def test_a_class_of_the_tree_is_used_only_if_it_is_what_was_stored(tmp_path: Pat
 
 
 def test_a_skeleton_is_strict() -> None:
-    for node in [{"leaf": 1}, {"leaf": "a", "x": 1}, {"exec": "x"}, {"tuple": {}}, {"dict": [[1.5, None]]}, [], "x", {"float": "one"}]:
+    for node in [
+        {"leaf": 1},
+        {"leaf": "a", "x": 1},
+        {"exec": "x"},
+        {"tuple": {}},
+        {"dict": [[1.5, None]]},
+        [],
+        "x",
+        {"float": "one"},
+    ]:
         with pytest.raises(ValueError, match=r"not a|invalid"):
             skeleton.names(node)
 
@@ -378,16 +436,28 @@ def test_all_damage_is_listed_at_once_with_file_and_leaf(tmp_path: Path, small_c
     os.truncate(path / found.parts["params.c"][1].file, found.files[found.parts["params.c"][1].file].bytes - 3)
     (path / found.parts["params.a"][2].file).unlink()
     text = raises(
-        lambda: checkpoint.verify(tmp_path), "rank-00000-of-00003.safetensors: damaged between bytes", "params.b", "rank-00002-of-00003.safetensors: missing"
+        lambda: checkpoint.verify(tmp_path),
+        "rank-00000-of-00003.safetensors: damaged between bytes",
+        "params.b",
+        "rank-00002-of-00003.safetensors: missing",
     )
     assert "rank-00001-of-00003.safetensors: truncated" in text and "params.c" in text
     wanted = leaves_of(whole, ("data",))
     raises(
-        lambda: checkpoint.read(tmp_path, wanted, meshes(data=1)[0]), "rank-00001-of-00003.safetensors: truncated", "rank-00002-of-00003.safetensors: missing"
+        lambda: checkpoint.read(tmp_path, wanted, meshes(data=1)[0]),
+        "rank-00001-of-00003.safetensors: truncated",
+        "rank-00002-of-00003.safetensors: missing",
     )
     first = meshes(data=3)[0]
-    raises(lambda: checkpoint.read(tmp_path, {"params.b": wanted["params.b"]}, first), part.file, "there lies params.b", "restore another step")
-    assert torch.equal(checkpoint.read(tmp_path, {"params.a": wanted["params.a"]}, first)["params.a"], torch.arange(32.0)), "only the chunks touched matter"
+    raises(
+        lambda: checkpoint.read(tmp_path, {"params.b": wanted["params.b"]}, first),
+        part.file,
+        "there lies params.b",
+        "restore another step",
+    )
+    assert torch.equal(
+        checkpoint.read(tmp_path, {"params.a": wanted["params.a"]}, first)["params.a"], torch.arange(32.0)
+    ), "only the chunks touched matter"
 
 
 def test_a_flipped_byte_anywhere_is_found(tmp_path: Path, small_chunks: int) -> None:
@@ -477,13 +547,17 @@ def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "root2", State(1, {"a": torch.ones(3)}))
     for text in ["step-00000009", "../root2/step-00000001", "", "\0"]:
         (tmp_path / "root2" / "latest").write_text(text)
-        raises(lambda: checkpoint.latest(tmp_path / "root2"), "not a complete checkpoint there", "complete: step-00000001")
+        raises(
+            lambda: checkpoint.latest(tmp_path / "root2"), "not a complete checkpoint there", "complete: step-00000001"
+        )
     (tmp_path / "root2" / "latest").unlink()
     assert checkpoint.latest(tmp_path / "root2") == path
 
 
 def test_another_models_leaves_are_listed_in_one_error(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, State(1, {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(4), "d": torch.ones(1)}))
+    checkpoint.save(
+        tmp_path, State(1, {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(4), "d": torch.ones(1)})
+    )
     found = checkpoint.describe(tmp_path)
     expected = {
         "params.a": ((3,), torch.float32),
@@ -508,7 +582,11 @@ def test_dtypes_are_exact_unless_cast(tmp_path: Path) -> None:
     save_on(tmp_path, State(1, {"w": w}), data=2)
     leaf = Leaf("w", "params", (9,), Layout(torch.bfloat16, ("data",)))
     for mesh in meshes(data=2):
-        raises(lambda mesh=mesh: checkpoint.read(tmp_path, {"params.w": leaf}, mesh), "params.w: another dtype", "cast=True")
+        raises(
+            lambda mesh=mesh: checkpoint.read(tmp_path, {"params.w": leaf}, mesh),
+            "params.w: another dtype",
+            "cast=True",
+        )
         assert same(checkpoint.read(tmp_path, {"params.w": leaf}, mesh, cast=True)["params.w"], shard(w, leaf, mesh))
     raises(lambda: checkpoint.read(tmp_path, {"params.x": leaf}, meshes(data=1)[0]), "params.x: missing")
 
@@ -530,7 +608,9 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, State(7, {"a": torch.full((3,), value)}))
     assert read_whole(tmp_path)["params.a"].tolist() == [2.0] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
-    os.rename(tmp_path / "step-00000007", tmp_path / "step-00000007.replaced")  # as a kill between two renames leaves it
+    os.rename(
+        tmp_path / "step-00000007", tmp_path / "step-00000007.replaced"
+    )  # as a kill between two renames leaves it
     assert read_whole(tmp_path)["params.a"].tolist() == [2.0] * 3
     checkpoint.save(tmp_path, State(8, {"a": torch.ones(3)}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007", "step-00000008"]
@@ -583,7 +663,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_the_old_checkpoint(
     assert checkpoint.verify(tmp_path).step == 2
 
 
-def test_several_failures_and_divergent_states_name_their_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_failures_and_divergent_states_name_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = meshes(data=3)
     states = [on_rank(State(1, {"a": torch.ones(5)}), m, ("data",)) for m in mesh]
     with failing(monkeypatch, "write", errno.ENOSPC, lambda path: "rank-00000" in path or "rank-00002" in path):
@@ -594,7 +676,12 @@ def test_several_failures_and_divergent_states_name_their_ranks(tmp_path: Path, 
     assert all(isinstance(e, CheckpointError) and "the state of rank 2 differs" in str(e) for e in out)
     wrong = [*states[:2], states[0]]
     out = as_ranks(3, lambda r: saving.save_as(r, tmp_path, wrong[r.rank]))
-    assert all(isinstance(e, CheckpointError) and "rank 2: " in str(e) and "it is rank 0's on a mesh of 3, saved by rank 2 of 3" in str(e) for e in out)
+    assert all(
+        isinstance(e, CheckpointError)
+        and "rank 2: " in str(e)
+        and "it is rank 0's on a mesh of 3, saved by rank 2 of 3" in str(e)
+        for e in out
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -604,7 +691,9 @@ def test_files_are_durable_before_they_are_renamed(tmp_path: Path, monkeypatch: 
         real = getattr(os, name)
 
         def spy(*args: Any, name: str = name, real: Any = real) -> Any:
-            events.append((name, Path(os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]).name))
+            events.append(
+                (name, Path(os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]).name)
+            )
             return real(*args)
 
         monkeypatch.setattr(os, name, spy)
@@ -613,7 +702,12 @@ def test_files_are_durable_before_they_are_renamed(tmp_path: Path, monkeypatch: 
     renamed, pointed = at["rename", ".tmp-step-00000001"], at["replace", ".tmp-latest"]
     for file in ("rank-00000-of-00001.safetensors", "index.json", ".tmp-step-00000001", ".tmp-latest"):
         assert at["fsync", file] < renamed
-    assert [e for e in events[renamed:] if e[0] != "x"] == [("rename", ".tmp-step-00000001"), ("fsync", "root"), ("replace", ".tmp-latest"), ("fsync", "root")]
+    assert [e for e in events[renamed:] if e[0] != "x"] == [
+        ("rename", ".tmp-step-00000001"),
+        ("fsync", "root"),
+        ("replace", ".tmp-latest"),
+        ("fsync", "root"),
+    ]
     assert pointed == len(events) - 2
 
 
@@ -683,7 +777,13 @@ def test_a_kill_at_any_system_call_leaves_a_valid_checkpoint(tmp_path: Path) -> 
 
 def run_script(text: str, *args: str, timeout: float = 120.0) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text), *args], env=environment, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text), *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -702,7 +802,9 @@ LOOP = """
 
 def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         while not (tmp_path / "latest").exists():
             time.sleep(0.01)
@@ -722,7 +824,10 @@ def act_in_processes(root: Path) -> None:
     path = checkpoint.save(root, state)
     assert checkpoint.verify(path).step == 4
     assert torch.equal(checkpoint.read(root, {"params.w": leaf}, mesh)["params.w"], shard(whole, leaf, mesh))
-    with pytest.MonkeyPatch.context() as patch, failing(patch, "write", errno.ENOSPC, lambda p: mesh.rank == 1 and ".tmp-" in p):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        failing(patch, "write", errno.ENOSPC, lambda p: mesh.rank == 1 and ".tmp-" in p),
+    ):
         raises(lambda: checkpoint.save(root, state._replace(step=5)), "rank 1: OSError")
     raises(lambda: checkpoint.save(root, state._replace(step=5 + mesh.rank)), "the state of rank 1 differs")
     checkpoint.save(root, State(6, {"w": torch.ones(3)}))  # of a plain step: whole on both
@@ -731,7 +836,9 @@ def act_in_processes(root: Path) -> None:
     if mesh.rank == 0:
         os.truncate(path / "rank-00001-of-00002.safetensors", 20)
     torch.distributed.barrier()
-    raises(lambda: checkpoint.read(path, {"params.w": leaf}, mesh), "rank 1: ", "truncated")  # though only rank 1 needs that file
+    raises(
+        lambda: checkpoint.read(path, {"params.w": leaf}, mesh), "rank 1: ", "truncated"
+    )  # though only rank 1 needs that file
 
 
 def test_two_real_processes(tmp_path: Path, run_ranks: Any) -> None:
@@ -753,7 +860,9 @@ def test_export_is_what_hugging_face_reads(tmp_path: Path, small_chunks: int) ->
         assert f.metadata()["format"] == "pt"
 
     files = checkpoint.export(tmp_path / "ckpt", tmp_path / "many", max_shard_bytes=150)
-    assert [f.name for f in files[:-1]] == [f"model-{i + 1:05d}-of-{len(files) - 1:05d}.safetensors" for i in range(len(files) - 1)]
+    assert [f.name for f in files[:-1]] == [
+        f"model-{i + 1:05d}-of-{len(files) - 1:05d}.safetensors" for i in range(len(files) - 1)
+    ]
     assert files[-1].name == "model.safetensors.index.json" and sorted(files) == sorted((tmp_path / "many").iterdir())
     content = json.loads(files[-1].read_text())
     assert content["metadata"]["total_size"] == sum(p.numel() * p.element_size() for p in params.values())
@@ -771,7 +880,9 @@ def test_export_is_what_hugging_face_reads(tmp_path: Path, small_chunks: int) ->
 
 
 def test_export_converts_floats_and_takes_any_prefix(tmp_path: Path, small_chunks: int) -> None:
-    whole = State(1, {"w": torch.randn(700), "n": torch.arange(5)}, Moments({"w": torch.randn(3)}, None), torch.tensor([1, 2]))
+    whole = State(
+        1, {"w": torch.randn(700), "n": torch.arange(5)}, Moments({"w": torch.randn(3)}, None), torch.tensor([1, 2])
+    )
     save_on(tmp_path / "ckpt", whole, data=2)
     checkpoint.export(tmp_path / "ckpt", tmp_path / "a", dtype=torch.bfloat16)
     got = checkpoint.import_(tmp_path / "a")
@@ -824,7 +935,9 @@ def test_export_replaces_nothing_and_leaves_nothing_half_done(tmp_path: Path, mo
 
 
 def test_import_lists_every_mismatch(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2), "b.0": torch.ones(3), "b.1": torch.ones(3), "x": torch.ones(1)}, tmp_path / "m.safetensors")
+    save_file(
+        {"a": torch.ones(2), "b.0": torch.ones(3), "b.1": torch.ones(3), "x": torch.ones(1)}, tmp_path / "m.safetensors"
+    )
     like = {
         "a": torch.empty(2, device="meta"),
         "b": [torch.empty(4, device="meta"), torch.empty(3, dtype=torch.bfloat16, device="meta")],
@@ -840,17 +953,33 @@ def test_import_lists_every_mismatch(tmp_path: Path) -> None:
     )
     assert "\n  a:" not in text
     assert "b.1" not in raises(lambda: checkpoint.import_(tmp_path / "m.safetensors", like, cast=True))
-    got = checkpoint.import_(tmp_path / "m.safetensors", {"a": torch.ones(2), "b": (torch.ones(3), torch.ones(3).bfloat16()), "x": torch.ones(1)}, cast=True)
+    got = checkpoint.import_(
+        tmp_path / "m.safetensors",
+        {"a": torch.ones(2), "b": (torch.ones(3), torch.ones(3).bfloat16()), "x": torch.ones(1)},
+        cast=True,
+    )
     assert got["b"][1].dtype == torch.bfloat16 and isinstance(got["b"], tuple)
 
 
 def test_import_makes_lists_only_of_whole_numbers_from_zero(tmp_path: Path) -> None:
-    save_file({"a.0": torch.ones(1), "a.2": torch.ones(1), "b.00": torch.ones(1), "c.1": torch.ones(1), "c.0.z": torch.ones(1)}, tmp_path / "m.safetensors")
+    save_file(
+        {
+            "a.0": torch.ones(1),
+            "a.2": torch.ones(1),
+            "b.00": torch.ones(1),
+            "c.1": torch.ones(1),
+            "c.0.z": torch.ones(1),
+        },
+        tmp_path / "m.safetensors",
+    )
     got = checkpoint.import_(tmp_path / "m.safetensors")
     assert set(got["a"]) == {"0", "2"} and set(got["b"]) == {"00"} and isinstance(got["c"], list)
     save_file({"a": torch.ones(1), "a.b": torch.ones(1)}, tmp_path / "n.safetensors")
     raises(lambda: checkpoint.import_(tmp_path / "n.safetensors"), "do not make a tree", "a.b: another")
-    assert checkpoint.import_(tmp_path / "n.safetensors", {"a": torch.ones(1), "a.b": torch.ones(1)}).keys() == {"a", "a.b"}
+    assert checkpoint.import_(tmp_path / "n.safetensors", {"a": torch.ones(1), "a.b": torch.ones(1)}).keys() == {
+        "a",
+        "a.b",
+    }
 
 
 def test_import_of_broken_files(tmp_path: Path) -> None:
@@ -861,7 +990,12 @@ def test_import_of_broken_files(tmp_path: Path) -> None:
     os.truncate(tmp_path / "f1.safetensors", 90)
     table = tmp_path / "model.safetensors.index.json"
     table.write_text(json.dumps({"weight_map": {"a": "f1.safetensors", "c": "f2.safetensors", "d": "f3.safetensors"}}))
-    raises(lambda: checkpoint.import_(tmp_path), "f1.safetensors: 90 bytes", "f2.safetensors: c is not in it", "f3.safetensors: missing")
+    raises(
+        lambda: checkpoint.import_(tmp_path),
+        "f1.safetensors: 90 bytes",
+        "f2.safetensors: c is not in it",
+        "f3.safetensors: missing",
+    )
     for name in ("../f2.safetensors", "/etc/passwd", ".."):
         table.write_text(json.dumps({"weight_map": {"b": name}}))
         raises(lambda: checkpoint.import_(tmp_path), repr(name), "outside its directory")

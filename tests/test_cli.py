@@ -1,4 +1,5 @@
-"""The command line: what it prints is what the library says, its exit codes, and that no mistake of a user ends in a traceback of ours."""
+"""The command line: what it prints is what the library says, its exit codes, and that no mistake of a user ends in a
+traceback of ours."""
 
 from __future__ import annotations
 
@@ -132,7 +133,9 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
     yield tmp_path
-    for name in [n for n in sys.modules if n not in before and str(tmp_path) in str(getattr(sys.modules[n], "__file__", ""))]:
+    for name in [
+        n for n in sys.modules if n not in before and str(tmp_path) in str(getattr(sys.modules[n], "__file__", ""))
+    ]:
         del sys.modules[name]
 
 
@@ -163,8 +166,15 @@ H100 = ("--device", "h100")
 def test_plan_is_the_librarys(run, target):
     code, out, err = run("plan", target, *MESH, *H100)
     plan, last = out[: out.rindex("fits")], out.splitlines()[-1]
-    assert code == 0 and plan == str(lowered(device="h100").plan) and last.startswith("fits the 74.51 GiB of h100: ") and last.endswith(" to spare")
-    assert err == f"said by the target {[target.split(':')[0]]}\n", "what the target prints goes to stderr; it sees no flags of ours"
+    assert (
+        code == 0
+        and plan == str(lowered(device="h100").plan)
+        and last.startswith("fits the 74.51 GiB of h100: ")
+        and last.endswith(" to spare")
+    )
+    assert err == f"said by the target {[target.split(':')[0]]}\n", (
+        "what the target prints goes to stderr; it sees no flags of ours"
+    )
 
 
 @pytest.mark.parametrize("function", ["evaluation", "from_init"])
@@ -176,7 +186,11 @@ def test_plan_of_an_evaluation_and_of_an_init_function(run, function):
 def test_plan_for_a_backend_and_a_mesh_of_two_axes(run):
     code, out, _ = run("plan", "targets.py:good", "--mesh", "data=4", *H100, "--backend", "eager", "--json")
     want = lowered(mesh=fz.AbstractMesh(data=4), device="h100", backend="eager").plan
-    assert code == 0 and json.loads(out) == json.loads(want.to_json()) | {"device_memory": {"bytes": 80 * 10**9, "fits": True}} and want.backend == "eager"
+    assert (
+        code == 0
+        and json.loads(out) == json.loads(want.to_json()) | {"device_memory": {"bytes": 80 * 10**9, "fits": True}}
+        and want.backend == "eager"
+    )
     code, _, err = run("plan", "targets.py:good", "--mesh", "replica=2", "data=4")
     assert code == 1 and "fz.data_parallel(axis='replica')" in err
 
@@ -190,7 +204,9 @@ def test_without_a_budget_the_plan_is_compared_with_the_devices_own_memory(run):
         assert bool(re.search("--budget [0-9.e-]+GB looks", out)) == bool(want)
         code, out, _ = run("plan", "targets.py:good", *MESH, *device, "--json")
         assert code == want and json.loads(out)["device_memory"] == {"bytes": nbytes, "fits": not want}
-    code, out, _ = run("plan", "targets.py:good", *MESH)  # on whatever is here: of a generic device nobody has the memory
+    code, out, _ = run(
+        "plan", "targets.py:good", *MESH
+    )  # on whatever is here: of a generic device nobody has the memory
     assert code == 0 and "fit" not in out.splitlines()[-1]
 
 
@@ -201,7 +217,10 @@ def test_a_device_file_is_taken_whatever_machine_it_was_written_on(run, here):
         (here / "mine.json").write_text(replace(mine, machine=machine).to_json())
         code, out, err = run("plan", "targets.py:good", *MESH, "--device", "mine.json")
         assert code == 0 and out.startswith(str(lowered(device=mine).plan)) and "fits the 22.35 GiB of mine" in out
-        assert "mine.json is not of this machine, and taken as it is" in err and f"cpu: {machine.get('cpu')!r} in the file" in err
+        assert (
+            "mine.json is not of this machine, and taken as it is" in err
+            and f"cpu: {machine.get('cpu')!r} in the file" in err
+        )
 
 
 def test_a_budget_that_fits(run):
@@ -215,7 +234,11 @@ def test_a_budget_that_fits(run):
     code, out, _ = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1TB", "--json")
     found = json.loads(out)
     assert code == 0 and found["peak_bytes"] == least
-    assert found["budget"]["fits"] and found["budget"]["bytes"] == 10**12 and found["budget"]["order"]["shared"] == want.choice.order.shared > 0
+    assert (
+        found["budget"]["fits"]
+        and found["budget"]["bytes"] == 10**12
+        and found["budget"]["order"]["shared"] == want.choice.order.shared > 0
+    )
 
 
 def test_a_budget_that_does_not_fit(run):
@@ -224,11 +247,17 @@ def test_a_budget_that_does_not_fit(run):
     code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B")
     assert code == 1 and not out and err.endswith(f"{error.value}\n")
     code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B", "--json")
-    assert code == 1 and json.loads(out) == {"budget": {"bytes": 1000, "fits": False, "error": str(error.value)}} and str(error.value) in err
+    assert (
+        code == 1
+        and json.loads(out) == {"budget": {"bytes": 1000, "fits": False, "error": str(error.value)}}
+        and str(error.value) in err
+    )
 
 
 def test_trace_and_picture(run, here):
-    code, _, _ = run("plan", "targets.py:good", *MESH, *H100, "--trace", "step.json", "--picture", "memory.svg", "--budget", "1GB")
+    code, _, _ = run(
+        "plan", "targets.py:good", *MESH, *H100, "--trace", "step.json", "--picture", "memory.svg", "--budget", "1GB"
+    )
     assert code == 0
     assert {e["ph"] for e in json.loads((here / "step.json").read_text())["traceEvents"]} == {"M", "X", "C"}
     assert "budget" in (here / "memory.svg").read_text()
@@ -236,7 +265,9 @@ def test_trace_and_picture(run, here):
 
 def test_a_plan_needs_no_compiler(here):
     """Inductor takes seconds to import, and runs nothing here."""
-    code = "import sys; from fzero.cli import main; print(main(sys.argv[1:]), 'torch._inductor.compile_fx' in sys.modules)"
+    code = (
+        "import sys; from fzero.cli import main; print(main(sys.argv[1:]), 'torch._inductor.compile_fx' in sys.modules)"
+    )
     done = process("plan", "targets.py:good", *MESH, "--budget", "1TB", start=["-c", code])
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
@@ -258,7 +289,14 @@ def test_show_as_data(run):
     found, program = json.loads(out), lowered().program
     assert code == 0 and [x["text"] for x in found["lines"]] == statements(program) and found["program"] == str(program)
     leaf = next(x for x in found["leaves"] if x["name"] == "params[0]['up']")
-    assert leaf == {"name": "params[0]['up']", "path": "params[0]['up']", "role": "params", "shape": [64, 256], "dtype": "float32", "axes": ["data"]}
+    assert leaf == {
+        "name": "params[0]['up']",
+        "path": "params[0]['up']",
+        "role": "params",
+        "shape": [64, 256],
+        "dtype": "float32",
+        "axes": ["data"],
+    }
     assert {x["times"] for x in found["lines"]} == {1, 2}
 
 
@@ -319,13 +357,21 @@ def test_wrong_flags(run, flags):
     odd = replace(KNOWN["a100"], memory_bandwidth=0.0, links={**KNOWN["a100"].links, "intra": Link(-1.0, 1e9)})
     Path("zero.json").write_text(odd.to_json())
     code, out, err = run("plan", "targets.py:good", *flags)
-    assert code == 2 and FLAGS[flags] in err and "Traceback" not in err and "said by" not in err, "told before the target runs"
+    assert code == 2 and FLAGS[flags] in err and "Traceback" not in err and "said by" not in err, (
+        "told before the target runs"
+    )
     assert not out
 
 
 def test_a_pass_that_is_not_there(run):
     code, out, err = run("show", "targets.py:good", *MESH, "--after", "sahrd")
-    assert code == 2 and not out and "--after sahrd: there is no such pass" in err and "in order: trace, fuse, copies, remat" in err and "None" not in err
+    assert (
+        code == 2
+        and not out
+        and "--after sahrd: there is no such pass" in err
+        and "in order: trace, fuse, copies, remat" in err
+        and "None" not in err
+    )
 
 
 def test_no_command_and_a_wrong_one(run):
@@ -356,7 +402,12 @@ def test_a_users_own_traceback(run, function, names, last):
 
 def test_an_exit_of_the_users(run):
     code, _, err = run("plan", "targets.py:leaves", *MESH)
-    assert code == 1 and "unrecognized arguments: --nope" in err and frames(err)[0] == "leaves" and err.splitlines()[-1] == "SystemExit: 2"
+    assert (
+        code == 1
+        and "unrecognized arguments: --nope" in err
+        and frames(err)[0] == "leaves"
+        and err.splitlines()[-1] == "SystemExit: 2"
+    )
 
 
 def test_errors_of_the_library_are_their_text(run):
@@ -375,10 +426,18 @@ def test_modules_that_fail_to_import(run, here):
     (here / "missing.py").write_text("import targets\nimport not_installed\n")
     (here / "calls.py").write_text("import targets\n\ntargets.fails()\n")
     code, _, err = run("plan", "syntax.py:f", *MESH)
-    assert code == 1 and err.splitlines()[0].endswith('syntax.py", line 1') and err.splitlines()[-1].startswith("SyntaxError: ")
+    assert (
+        code == 1
+        and err.splitlines()[0].endswith('syntax.py", line 1')
+        and err.splitlines()[-1].startswith("SyntaxError: ")
+    )
     for target in ("missing.py:f", "missing:f"):
         code, _, err = run("plan", target, *MESH)
-        assert code == 1 and frames(err) == ["<module>"] and err.splitlines()[-1] == "ModuleNotFoundError: No module named 'not_installed'"
+        assert (
+            code == 1
+            and frames(err) == ["<module>"]
+            and err.splitlines()[-1] == "ModuleNotFoundError: No module named 'not_installed'"
+        )
     code, _, err = run("plan", "calls.py:f", *MESH)
     assert code == 1 and frames(err) == ["<module>", "fails", "inner"]
 
@@ -401,7 +460,12 @@ def measured(monkeypatch):
     def calibrate(*, seconds, progress, path, directory):
         asked.update(seconds=seconds, path=path, directory=directory)
         progress("products in float32")
-        return replace(KNOWN["cpu"], name="this machine", source="measured", machine={"device_type": "cpu", "cores": 4, "threads": 1})
+        return replace(
+            KNOWN["cpu"],
+            name="this machine",
+            source="measured",
+            machine={"device_type": "cpu", "cores": 4, "threads": 1},
+        )
 
     monkeypatch.setattr(commands, "calibrate", calibrate)
     return asked
@@ -410,7 +474,12 @@ def measured(monkeypatch):
 def test_calibrate_shows_and_says_where(run, measured, here):
     code, out, err = run("calibrate", "--out", "rates.json", "--seconds", 2)
     assert code == 0 and measured == {"seconds": 2.0, "path": Path("rates.json"), "directory": None}
-    assert "this machine (cores 4, threads 1): measured" in out and "products in float32" in out and "60 GFLOP/s" in out and "link intra" in out
+    assert (
+        "this machine (cores 4, threads 1): measured" in out
+        and "products in float32" in out
+        and "60 GFLOP/s" in out
+        and "link intra" in out
+    )
     assert err == "measuring: products in float32\nwritten to rates.json\n"
     code, out, _ = run("calibrate", "--json")
     assert code == 0 and Device.from_json(out).name == "this machine" and measured["path"] is None
@@ -431,7 +500,11 @@ def test_calibrate_wrong_flags(run, measured):
 
 def test_help_and_version(run):
     code, out, _ = run("--help")
-    assert code == 0 and all(name in out for name in ("plan", "show", "calibrate", "MODULE:FUNCTION", "--version")) and "examples:" not in out
+    assert (
+        code == 0
+        and all(name in out for name in ("plan", "show", "calibrate", "MODULE:FUNCTION", "--version"))
+        and "examples:" not in out
+    )
     for name in ("plan", "show", "calibrate"):
         code, out, _ = run(name, "--help")
         assert code == 0 and f"  fzero {name}" in out and "--json" in out
@@ -453,7 +526,9 @@ def test_examples_in_the_help_are_targets(run):
 
 def process(*args, start=("-m", "fzero"), **kwargs):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run([sys.executable, *start, *args], capture_output=True, text=True, timeout=240, env=env, **kwargs)
+    return subprocess.run(
+        [sys.executable, *start, *args], capture_output=True, text=True, timeout=240, env=env, **kwargs
+    )
 
 
 def test_the_script_is_installed():
@@ -469,8 +544,17 @@ def test_as_a_process():
 
 def started(*args):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    interrupted = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in the background with it ignored
-    return subprocess.Popen([sys.executable, "-m", "fzero", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=interrupted)
+    interrupted = functools.partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a shell starts what runs in the background with it ignored
+    return subprocess.Popen(
+        [sys.executable, "-m", "fzero", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=interrupted,
+    )
 
 
 def test_a_reader_that_leaves_early(here):

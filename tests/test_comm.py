@@ -60,8 +60,12 @@ def moved(shared_memory: bool, big: int) -> tuple[str, dict[str, Any]]:
         values = [torch.empty(0), torch.tensor(rank + 1.0), torch.arange(3.0) * rank]
         flats = [new(0), new(1, align=4), new(3, align=4)]
         sums = [new(0), new(1, align=4).view(()), new(3, align=4)]
-        out["small"] = [x.clone() for x in carrier.wait(carrier.all_reduce_start(values, "data", "sum", flats), sums)][1:]
-        out["largest"] = carrier.wait(carrier.all_reduce_start([values[1]], "data", "max", [flats[1]]), [sums[1]])[0].clone()
+        out["small"] = [x.clone() for x in carrier.wait(carrier.all_reduce_start(values, "data", "sum", flats), sums)][
+            1:
+        ]
+        out["largest"] = carrier.wait(carrier.all_reduce_start([values[1]], "data", "max", [flats[1]]), [sums[1]])[
+            0
+        ].clone()
 
         flat = new(big)
         flat.copy_(grads[1])
@@ -83,13 +87,17 @@ def test_transfers(run_ranks: Any, name: str, big: int, size: int) -> None:
         for part, whole in zip(out["scattered"], sums, strict=True):
             padded = torch.nn.functional.pad(whole, (0, -whole.numel() % size))
             torch.testing.assert_close(part, padded.chunk(size)[rank])
-        assert out["small"][0] == size * (size + 1) / 2 and torch.equal(out["small"][1], torch.arange(3.0) * (size * (size - 1) / 2))
+        assert out["small"][0] == size * (size + 1) / 2 and torch.equal(
+            out["small"][1], torch.arange(3.0) * (size * (size - 1) / 2)
+        )
         assert out["largest"] == size
         torch.testing.assert_close(out["large"], sums[1])
         assert torch.equal(out["large"], results[0][1]["large"])  # the same bits everywhere
 
 
-@pytest.mark.parametrize(("rank", "data", "replica"), [(0, [0, 1], [0, 2, 4]), (3, [2, 3], [1, 3, 5]), (5, [4, 5], [1, 3, 5])])
+@pytest.mark.parametrize(
+    ("rank", "data", "replica"), [(0, [0, 1], [0, 2, 4]), (3, [2, 3], [1, 3, 5]), (5, [4, 5], [1, 3, 5])]
+)
 def test_transfers_go_along_their_axis(rank: int, data: list[int], replica: list[int]) -> None:
     mesh = Mesh({"replica": 3, "data": 2}, rank, torch.device("cpu"))
     assert ranks_along(mesh, "data") == data and ranks_along(mesh, "replica") == replica
@@ -128,7 +136,11 @@ def leaves_early() -> None:
 def test_a_rank_that_leaves_is_named_at_once(run_ranks: Any) -> None:
     start = time.monotonic()
     first, _ = run_ranks(2, leaves_early, expect_error=True)
-    assert isinstance(first, RaisedOnRank) and "rank 1 has left" in first.traceback and DivergenceError.__name__ in first.traceback
+    assert (
+        isinstance(first, RaisedOnRank)
+        and "rank 1 has left" in first.traceback
+        and DivergenceError.__name__ in first.traceback
+    )
     assert time.monotonic() - start < 25
 
 
@@ -159,7 +171,11 @@ def cannot_reach(broken: int) -> tuple[str, float]:
     started = time.monotonic()
     try:
         mesh = fz.make_mesh(data=-1, timeout=60)
-        train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
+        train = fz.compile(
+            fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1))),
+            mesh,
+            backend="eager",
+        )
         _, metrics = train(train.init({"w": torch.arange(6.0).view(3, 2)}), torch.ones(4, 3) + mesh.rank)
     finally:
         socket.send_fds = send_fds
@@ -176,7 +192,8 @@ def test_ranks_that_cannot_reach_each_other_go_through_gloo(run_ranks: Any, brok
 
 
 def of_another_user(broken: int) -> tuple[list[str], int]:
-    """What the log of a rank says where one of them takes the others for another user's, and how many more files are open after the second time."""
+    """What the log of a rank says where one of them takes the others for another user's, and how many more files are
+    open after the second time."""
     said, same_user = list[str](), shared._same_user
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -194,7 +211,9 @@ def of_another_user(broken: int) -> tuple[list[str], int]:
         logging.getLogger("fzero").removeHandler(handler)
 
 
-@pytest.mark.parametrize(("broken", "why"), [(0, ""), (1, "rank 1: rank 0 cannot be reached: the socket of rank 0 belongs to another user")])
+@pytest.mark.parametrize(
+    ("broken", "why"), [(0, ""), (1, "rank 1: rank 0 cannot be reached: the socket of rank 0 belongs to another user")]
+)
 def test_why_ranks_do_not_share_memory_is_logged_at_once(run_ranks: Any, broken: int, why: str) -> None:
     """Within the test's minute, not the mesh's ten; and nothing stays open."""
     for rank, (said, opened) in enumerate(run_ranks(3, of_another_user, broken, timeout=60)):
@@ -203,7 +222,8 @@ def test_why_ranks_do_not_share_memory_is_logged_at_once(run_ranks: Any, broken:
 
 
 def cannot_share(broken: int) -> str:
-    """What a rank says when one of them cannot make the memory of a program, and when another's memory is shorter than it should be."""
+    """What a rank says when one of them cannot make the memory of a program, and when another's memory is shorter than
+    it should be."""
     memfd_create = os.memfd_create
 
     def fails(*args: Any) -> Any:

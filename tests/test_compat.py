@@ -29,7 +29,11 @@ def test_private_names_are_in_one_file():
     for file in Path(fz.__file__).parent.rglob("*.py"):
         for number, line in enumerate(file.read_text().replace("torch.__", "").splitlines(), 1):
             at = [i for i in (line.find("torch._"), line.find("torch.ops._"), line.find("torch.testing._")) if i >= 0]
-            if at and not any(a in line for a in allowed.get(file.name, ("\0",))) and not line.lstrip().startswith(("#", '"')):
+            if (
+                at
+                and not any(a in line for a in allowed.get(file.name, ("\0",)))
+                and not line.lstrip().startswith(("#", '"'))
+            ):
                 found.append(f"{file.name}:{number}: {line.strip()}")
     assert not [f for f in found if "torch._inductor" not in f], found
 
@@ -48,7 +52,10 @@ def test_a_fake_tensor_can_be_made_past_its_mode():
     """It is as one that the mode makes, under other modes too, and shares nothing with the next."""
     mode, seen = compat.FakeTensorMode(), Seen()
     with mode, seen:
-        x, y = compat.new_fake(mode, (2, 3), torch.bfloat16, "cpu", (1, 2)), compat.new_fake(mode, (1 << 40, 4), torch.int64, torch.device("cpu"))
+        x, y = (
+            compat.new_fake(mode, (2, 3), torch.bfloat16, "cpu", (1, 2)),
+            compat.new_fake(mode, (1 << 40, 4), torch.int64, torch.device("cpu")),
+        )
     assert not seen.ops
     with mode:
         assert (
@@ -61,7 +68,10 @@ def test_a_fake_tensor_can_be_made_past_its_mode():
         before = y._version
         x.add_(1)
         assert y._version == before and x._version == 1
-        assert [compat.fake_metadata(z) for z in (torch.tensor(2), torch.empty(2, dtype=torch.complex64).conj())] == [None, None]
+        assert [compat.fake_metadata(z) for z in (torch.tensor(2), torch.empty(2, dtype=torch.complex64).conj())] == [
+            None,
+            None,
+        ]
     assert compat.fake_metadata(torch.ones(2)) is None
 
 
@@ -77,8 +87,8 @@ def test_nodes_of_a_graph_compare_by_position():
 
 
 def test_products_in_8_bits_are_there():
-    """On CUDA as fake tensors of it see them: the first operand lies row by row, the second column by column, dims are multiples of 16, scales of rows are
-    columns and rows. On a CPU the same operator gives the values."""
+    """On CUDA as fake tensors of it see them: the first operand lies row by row, the second column by column, dims are
+    multiples of 16, scales of rows are columns and rows. On a CPU the same operator gives the values."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     with compat.FakeTensorMode() as mode:
 
@@ -145,7 +155,11 @@ def test_modes_and_hooks_around_the_caller():
 
     before = len(compat.function_modes()), len(compat.dispatch_modes()), compat.saved_tensor_hooks()
     with Own() as own, Seen() as seen, torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.abs):
-        assert compat.function_modes()[-1] is own and compat.dispatch_modes()[-1] is seen and compat.saved_tensor_hooks() == (torch.neg, torch.abs)
+        assert (
+            compat.function_modes()[-1] is own
+            and compat.dispatch_modes()[-1] is seen
+            and compat.saved_tensor_hooks() == (torch.neg, torch.abs)
+        )
     assert before == (len(compat.function_modes()), len(compat.dispatch_modes()), compat.saved_tensor_hooks())
     handle = torch.nn.modules.module.register_module_forward_hook(print)
     assert any(print in hooks for hooks in compat.module_hooks())
@@ -177,7 +191,10 @@ def joint_graph() -> tuple[fx.GraphModule, dict[str, fx.Node]]:
         node.meta["val"] = VALUES[name]
         return node
 
-    VALUES = {n: torch.empty(8, 8, device="meta") for n in ("primals_1", "primals_2", "tangents_1", "view", "mm", "sin", "cos", "d_mm", "back", "grad", "d_x")}
+    VALUES = {
+        n: torch.empty(8, 8, device="meta")
+        for n in ("primals_1", "primals_2", "tangents_1", "view", "mm", "sin", "cos", "d_mm", "back", "grad", "d_x")
+    }
     w, x, t = emit("primals_1", None), emit("primals_2", None), emit("tangents_1", None)
     view = emit("view", aten.t.default, w)
     mm = emit("mm", aten.mm.default, x, view)
@@ -245,7 +262,14 @@ def test_inductor_lowers_to_python_around_kernels_and_compiles_none(monkeypatch)
     example = torch.ones(64, 64)
     lowered = compat.inductor_lower(added_and_multiplied(), [example, example.clone()], trust_cpu=True)
     assert not [c for c in started if "-o" in c] and (lowered.num_inputs, lowered.writes) == (2, (0,))
-    for text in ("class Runner:", "def call(self, args):", "async_compile.cpp_pybinding([", "kernel(", "extern_kernels.mm(", "args.clear()"):
+    for text in (
+        "class Runner:",
+        "def call(self, args):",
+        "async_compile.cpp_pybinding([",
+        "kernel(",
+        "extern_kernels.mm(",
+        "args.clear()",
+    ):
         assert text in lowered.text
     command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
     assert "kernels.cpp" in command and command[command.index("-o") + 1] == "kernels.so" and "-O3" in command
@@ -258,7 +282,12 @@ def test_what_inductors_python_names_is_there():
     names["assert_size_stride"](x, (2, 3), (3, 1))
     with pytest.raises(AssertionError):
         names["assert_size_stride"](x, (3, 2), (2, 1))
-    assert compat.is_extern("mm") and compat.is_extern("bmm") and compat.is_extern("addmm") and not compat.is_extern("bias_addmm")
+    assert (
+        compat.is_extern("mm")
+        and compat.is_extern("bmm")
+        and compat.is_extern("addmm")
+        and not compat.is_extern("bias_addmm")
+    )
 
 
 def test_the_data_pointer_function_gives_a_tensors_address():
@@ -299,7 +328,11 @@ def test_native_bf16_is_a_fact_of_the_device():
 
 
 def test_operators_are_known():
-    assert compat.is_operator(aten.add.Tensor) and not compat.is_operator(operator.getitem) and not compat.is_operator(torch.add)
+    assert (
+        compat.is_operator(aten.add.Tensor)
+        and not compat.is_operator(operator.getitem)
+        and not compat.is_operator(torch.add)
+    )
 
 
 def run_store(rank_key: str) -> tuple[int, bytes]:
@@ -319,8 +352,17 @@ def test_the_store_is_shared_by_the_ranks(run_ranks):
 
 
 def test_views_are_known():
-    assert compat.is_view(aten.view.default) and compat.is_view(aten.t.default) and compat.is_view(aten.select.int) and compat.is_view(aten.expand.default)
-    assert not compat.is_view(aten.add.Tensor) and not compat.is_view(aten.clone.default) and not compat.is_view(operator.getitem)
+    assert (
+        compat.is_view(aten.view.default)
+        and compat.is_view(aten.t.default)
+        and compat.is_view(aten.select.int)
+        and compat.is_view(aten.expand.default)
+    )
+    assert (
+        not compat.is_view(aten.add.Tensor)
+        and not compat.is_view(aten.clone.default)
+        and not compat.is_view(operator.getitem)
+    )
 
 
 def run_collectives() -> list[torch.Tensor]:
@@ -355,7 +397,8 @@ def test_a_failing_fake_operation_is_quiet(caplog):
 
 
 def test_sums_in_order_leave_the_setting_as_it_was() -> None:
-    """`torch._C._set_deterministic_algorithms` makes `index_put(accumulate=True)` on the CPU one thread's, and does not import Inductor."""
+    """`torch._C._set_deterministic_algorithms` makes `index_put(accumulate=True)` on the CPU one thread's, and does not
+    import Inductor."""
     with compat.in_order():
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -397,7 +440,9 @@ def test_functionalized_keeps_operators_and_values():
     with torch.no_grad(), Seen():
         _, new = compat.functionalized(fn, [x, y])
     assert torch.equal(x, torch.zeros(2, 2)) and new.tolist() == [[0, 1], [1, 1]]
-    assert torch.ops.aten.binary_cross_entropy_with_logits.default in seen and not any(f._schema.is_mutable for f in seen)
+    assert torch.ops.aten.binary_cross_entropy_with_logits.default in seen and not any(
+        f._schema.is_mutable for f in seen
+    )
 
 
 def test_the_autograd_node_that_runs_is_known_by_its_number():

@@ -1,4 +1,5 @@
-"""Models, optimizers and transforms composed at random against the plain step, by `check_equivalent`: it finds no difference where nothing was planted."""
+"""Models, optimizers and transforms composed at random against the plain step, by `check_equivalent`: it finds no
+difference where nothing was planted."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def differences(case: composed.Case, mesh: fz.Mesh, steps: int = 2) -> str:
 
 @pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
 @pytest.mark.timeout(max(300, 30 * NUM_EXAMPLES))
-@settings(max_examples=NUM_EXAMPLES, derandomize="FZERO_FUZZ" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=NUM_EXAMPLES, derandomize="FZERO_FUZZ" not in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(st.data())
 def test_any_composition_is_equivalent(data: st.DataObject) -> None:
     """Searches longer, and from other seeds, with FZERO_FUZZ=<number of examples>."""
@@ -57,7 +60,8 @@ def test_compositions_on_ranks_are_equivalent(run_ranks: Any) -> None:
 
 
 def test_the_noise_of_a_single_number_is_not_missed() -> None:
-    """Found by a search: the gradient of one scalar cancels, and two runs that are moved at random happen not to move it."""
+    """Found by a search: the gradient of one scalar cancels, and two runs that are moved at random happen not to move
+    it."""
     layers = [composed._gated, True, composed._attention, True, *(composed._gated, True) * 3]
     choices = iter([10, 1, 2, 5, 5, *layers, True, True, True, True, True, 253, "lion", "none", "fp16", True])
     case = composed.compose(lambda options: next(choices))

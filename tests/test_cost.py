@@ -1,4 +1,5 @@
-"""The cost model: FLOPs against torch's own counter, bytes and temporaries against what is really allocated, transfers against arithmetic by hand."""
+"""The cost model: FLOPs against torch's own counter, bytes and temporaries against what is really allocated, transfers
+against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +37,14 @@ def gpt_loss(params, batch):
 
 def gpt(*transforms, layers=2):
     """A ZeRO-3 step of a small GPT on two abstract devices."""
-    shapes = {"ln_1": (WIDTH,), "qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "ln_2": (WIDTH,), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    shapes = {
+        "ln_1": (WIDTH,),
+        "qkv": (3 * WIDTH, WIDTH),
+        "out": (WIDTH, WIDTH),
+        "ln_2": (WIDTH,),
+        "up": (4 * WIDTH, WIDTH),
+        "down": (WIDTH, 4 * WIDTH),
+    }
     layer = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     params = {
         "token": torch.empty(VOCAB, WIDTH, device="meta"),
@@ -52,7 +60,10 @@ def function(fn, *shapes, dtype=torch.float32):
     """A recorded function of float tensors of these shapes."""
     with compat.FakeTensorMode():
         fakes = [torch.empty(s, dtype=dtype) for s in shapes]
-        return Function(fn.__name__, record(lambda *xs: [fn(*xs)], fakes, owner="test", names=[f"x_{i}" for i in range(len(shapes))]))
+        return Function(
+            fn.__name__,
+            record(lambda *xs: [fn(*xs)], fakes, owner="test", names=[f"x_{i}" for i in range(len(shapes))]),
+        )
 
 
 # --- FLOPs ---
@@ -68,10 +79,15 @@ def counted(fn, *args):
 def real_gpt():
     torch.manual_seed(0)
     shapes = [(WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
-    layer = lambda: {k: torch.randn(s) * 0.02 for k, s in zip(("ln_1", "qkv", "out", "ln_2", "up", "down"), shapes, strict=True)}  # noqa: E731
+    layer = lambda: {
+        k: torch.randn(s) * 0.02 for k, s in zip(("ln_1", "qkv", "out", "ln_2", "up", "down"), shapes, strict=True)
+    }  # noqa: E731
     head = {"ln": torch.ones(WIDTH), "out": torch.randn(VOCAB, WIDTH)}
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
-    return {"token": torch.randn(VOCAB, WIDTH), "layers": [layer(), layer()], "head": head}, {"tokens": tokens, "targets": tokens}
+    return {"token": torch.randn(VOCAB, WIDTH), "layers": [layer(), layer()], "head": head}, {
+        "tokens": tokens,
+        "targets": tokens,
+    }
 
 
 def test_model_flops_are_those_of_a_plain_forward_and_backward():
@@ -110,7 +126,10 @@ def test_flops_of_convolution_and_batched_products_are_torchs():
     def batched(x, y, z):
         return torch.baddbmm(z, x, y)
 
-    for fn, shapes in ((conv, [(2, 3, 8, 8), (4, 3, 3, 3), (4,), (256, 5)]), (batched, [(3, 4, 5), (3, 5, 6), (3, 4, 6)])):
+    for fn, shapes in (
+        (conv, [(2, 3, 8, 8), (4, 3, 3, 3), (4,), (256, 5)]),
+        (batched, [(3, 4, 5), (3, 5, 6), (3, 4, 6)]),
+    ):
         assert cost.cost_of(function(fn, *shapes)).total_flops == counted(fn, *(torch.randn(s) for s in shapes)) > 0
 
 
@@ -156,7 +175,9 @@ def test_an_update_in_place_reads_and_writes_its_state_once():
     line = next(x for x in program.lines if x.op == "call" and any("layers" in w for w in x.writes))
     numel = sum(program.leaves[w].shard_numel(program.mesh) for w in line.writes if w.startswith("params"))
     found = cost.cost_of(program.functions[line.fn])
-    assert found.bytes == pytest.approx(7 * 4 * numel, rel=0.01)  # parameter, gradient, two moments; and all but the gradient written
+    assert found.bytes == pytest.approx(
+        7 * 4 * numel, rel=0.01
+    )  # parameter, gradient, two moments; and all but the gradient written
 
 
 # --- temporaries ---
@@ -165,13 +186,20 @@ def test_an_update_in_place_reads_and_writes_its_state_once():
 def allocated(f, run):
     """Most bytes that a call of a built function allocates at once, beyond those of what it returns."""
     args = [example(n.meta["val"]) for n in f.graph.inputs]
-    into = [torch.empty_like(example(n.meta["val"]), memory_format=torch.contiguous_format) if i in f.into else None for i, n in enumerate(f.graph.outputs)]
+    into = [
+        torch.empty_like(example(n.meta["val"]), memory_format=torch.contiguous_format) if i in f.into else None
+        for i, n in enumerate(f.graph.outputs)
+    ]
     kwargs = {"into": into} if f.into else {}
     with torch.no_grad():
         run(*args, **kwargs)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
             out = run(*args, **kwargs)
-    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = sorted(
+        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    )
     now = peak = 0
     for event in events:
         now += event.nbytes()
@@ -187,12 +215,15 @@ def example(value):
 
 
 def close(estimate, real, part=0.05):
-    """Kernels have scratch space of their own that no shape tells of: some tens of kB, a quarter of a MiB where AMX wants operands packed."""
+    """Kernels have scratch space of their own that no shape tells of: some tens of kB, a quarter of a MiB where AMX
+    wants operands packed."""
     amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     return abs(estimate - real) <= max(part * real, (3 if amx else 1) << 17)
 
 
-@pytest.mark.parametrize("transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"])
+@pytest.mark.parametrize(
+    "transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"]
+)
 def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
     program, device = gpt(*transforms, layers=1), torch.device("cpu")
     built = build(program.functions, "eager", fz.make_mesh(data=1))
@@ -202,14 +233,21 @@ def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
     assert sum(n > 1 << 20 for n in real.values()) >= 2
 
 
-@pytest.mark.parametrize(("native", "part", "of_layer"), [(True, 0.05, False), (False, 0.1, True)], ids=["fp32", "bf16 in float32"])
+@pytest.mark.parametrize(
+    ("native", "part", "of_layer"), [(True, 0.05, False), (False, 0.1, True)], ids=["fp32", "bf16 in float32"]
+)
 @pytest.mark.usefixtures("compiled_here")
 def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, of_layer, monkeypatch):
-    """The head with its cross entropy; a layer's vjp, with its forward. Where every product's operands are cast, not every cast is found in its kernel."""
+    """The head with its cross entropy; a layer's vjp, with its forward. Where every product's operands are cast, not
+    every cast is found in its kernel."""
     transforms, device = () if native else (fz.mixed_precision("bf16"),), torch.device("cpu")
     monkeypatch.setattr(compat, "native_bf16", lambda device: native)
     program = gpt(fz.remat("full"), *transforms, layers=1)
-    functions = {n: f for n, f in program.functions.items() if cost.cost_of(f).total_flops and n != "layer" and n.startswith("layer") == of_layer}
+    functions = {
+        n: f
+        for n, f in program.functions.items()
+        if cost.cost_of(f).total_flops and n != "layer" and n.startswith("layer") == of_layer
+    }
     built = build(functions, "inductor", fz.make_mesh(data=1))
     real = {name: allocated(f, built[name]) for name, f in functions.items()}
     estimate = {name: cost.temporaries(f, "inductor", device) for name, f in functions.items()}
@@ -236,7 +274,9 @@ def test_memory_given_for_outputs_is_not_counted():
     assert cost.temporaries(f) == 0  # the product's memory becomes the output …
     assert cost.temporaries(dataclasses.replace(f, into=(0,))) == 0  # … or what is given for it
     assert cost.temporaries(f, "eager") == 64 * 64 * 4
-    assert cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4  # which an eager function only copies to
+    assert (
+        cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
+    )  # which an eager function only copies to
 
 
 # --- transfers ---
@@ -244,7 +284,9 @@ def test_memory_given_for_outputs_is_not_counted():
 
 def transfer(op, nbytes, axis, placement=None):
     placement = placement or (Placement("shard", (axis,)) if op == "all_gather_start" else Placement())
-    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs={"axes": (axis,), "op": "sum"}), Value("x", (nbytes // 4,), torch.float32, placement)
+    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs={"axes": (axis,), "op": "sum"}), Value(
+        "x", (nbytes // 4,), torch.float32, placement
+    )
 
 
 def seconds_of(op, nbytes, mesh, axis, device):
@@ -252,14 +294,20 @@ def seconds_of(op, nbytes, mesh, axis, device):
     return cost.seconds(line, Program("p", mesh, (value,), {}, (line,), (), {}), device)
 
 
-DEVICE: Device = dataclasses.replace(CPU, links={"intra": Link(1e-6, 100e9), "inter": Link(1e-5, 10e9)}, devices_per_host=4)
+DEVICE: Device = dataclasses.replace(
+    CPU, links={"intra": Link(1e-6, 100e9), "inter": Link(1e-5, 10e9)}, devices_per_host=4
+)
 
 
 @pytest.mark.parametrize(
     ("axes", "axis", "expected"),
     [
         ({"data": 4}, "data", 3e-6 + 0.75e9 / 100e9),  # within a host
-        ({"data": 8}, "data", 5e-6 + 2e-5 + 0.875e9 / 40e9),  # two hosts of four: two of seven steps cross, over four adapters
+        (
+            {"data": 8},
+            "data",
+            5e-6 + 2e-5 + 0.875e9 / 40e9,
+        ),  # two hosts of four: two of seven steps cross, over four adapters
         ({"replica": 2, "data": 4}, "replica", 2e-5 + 0.5e9 / 10e9),  # one rank of each host
         ({"replica": 2, "data": 4}, "data", 3e-6 + 0.75e9 / 100e9),
     ],
@@ -279,7 +327,13 @@ def test_nothing_travels_on_an_axis_of_one():
 
 
 @pytest.mark.parametrize(
-    ("axes", "axis", "ranks"), [({"data": 16}, "data", 4), ({"replica": 8, "data": 2}, "replica", 2), ({"data": 6}, "data", 2), ({"data": 3}, "data", 3)]
+    ("axes", "axis", "ranks"),
+    [
+        ({"data": 16}, "data", 4),
+        ({"replica": 8, "data": 2}, "replica", 2),
+        ({"data": 6}, "data", 2),
+        ({"data": 3}, "data", 3),
+    ],
 )
 def test_ranks_per_host(axes, axis, ranks):
     assert cost.ranks_per_host(AbstractMesh(**axes), (axis,), 4) == ranks
@@ -305,7 +359,9 @@ def test_products_and_the_rest_add_up():
 
 def test_attention_has_a_rate_of_its_own():
     found = cost.Cost(flops={torch.float32: 2e9}, attention={(torch.float32, "backward"): 1e9})
-    device = dataclasses.replace(CPU, flops={"float32": 1e9}, call_seconds=0.0, attention={"float32": 1e9, "float32 backward": 5e8})
+    device = dataclasses.replace(
+        CPU, flops={"float32": 1e9}, call_seconds=0.0, attention={"float32": 1e9, "float32 backward": 5e8}
+    )
     assert found.seconds(device) == pytest.approx(1 + 2)
 
 
@@ -347,8 +403,15 @@ def test_what_a_host_has_is_shared_by_its_ranks():
     device, alone = KNOWN["a100"], KNOWN["a100"].shared_by(1)
     assert alone == device and (alone.disk_read.bandwidth, alone.host_memory_bandwidth) == (6e9, 1e11)
     eighth = device.shared_by(8)
-    assert (eighth.disk_read.bandwidth, eighth.disk_write.bandwidth, eighth.host_memory_bandwidth) == (6e9 / 8, 3e9 / 8, 2e11 / 8)
-    assert device.shared_by(2).host_memory_bandwidth == 1e11 and dataclasses.replace(device, disk_mixed=4e9).shared_by(4).disk_mixed == 1e9
+    assert (eighth.disk_read.bandwidth, eighth.disk_write.bandwidth, eighth.host_memory_bandwidth) == (
+        6e9 / 8,
+        3e9 / 8,
+        2e11 / 8,
+    )
+    assert (
+        device.shared_by(2).host_memory_bandwidth == 1e11
+        and dataclasses.replace(device, disk_mixed=4e9).shared_by(4).disk_mixed == 1e9
+    )
     assert eighth.shared_by(8) == eighth and eighth.shared_by(1) == alone and eighth.host_copy == device.host_copy
     assert CPU.host is None and CPU.shared_by(8) is CPU, "as measured, while all ranks are busy"
     for mesh, ranks in ((AbstractMesh(data=1), 1), (AbstractMesh(replica=3, data=2), 6), (AbstractMesh(data=64), 8)):
@@ -357,12 +420,21 @@ def test_what_a_host_has_is_shared_by_its_ranks():
 
 def test_a_device_with_other_numbers():
     found = get_device("A100, memory_bytes=40GB,disk_read=3GB/s,host_memory_bandwidth=80GB,host_copy=10GB,intra=1GB")
-    assert found.memory_bytes == 40 * 10**9 and found.host_copy == Link(1e-5, 1e10) and found.links["intra"].bandwidth == 1e9
-    assert (found.shared_by(2).disk_read.bandwidth, found.shared_by(4).host_memory_bandwidth) == (1.5e9, 4e10), "as one that is alone has them"
+    assert (
+        found.memory_bytes == 40 * 10**9
+        and found.host_copy == Link(1e-5, 1e10)
+        and found.links["intra"].bandwidth == 1e9
+    )
+    assert (found.shared_by(2).disk_read.bandwidth, found.shared_by(4).host_memory_bandwidth) == (1.5e9, 4e10), (
+        "as one that is alone has them"
+    )
     assert found.links["inter"] == KNOWN["a100"].links["inter"] and "with memory_bytes=40GB, disk_read" in found.source
     with pytest.raises(FzeroValueError) as error:
         get_device("a100,memory=40GB,disk_read=fast,disk_write=0GB")
-    assert all(x in str(error.value) for x in ("memory=40GB: not one of memory_bytes, ", "'fast' is no size", "'0GB' is no size", "Fix: e.g. a100,"))
+    assert all(
+        x in str(error.value)
+        for x in ("memory=40GB: not one of memory_bytes, ", "'fast' is no size", "'0GB' is no size", "Fix: e.g. a100,")
+    )
     with pytest.raises(FzeroValueError, match="neither a known device"):
         get_device("a1000,memory_bytes=40GB")
 

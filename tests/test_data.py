@@ -46,7 +46,10 @@ def test_every_epoch_visits_every_window_once_in_its_own_order(num_windows):
     if num_windows >= 16:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
         assert epochs[0] != TokenDataset(corpus(num_windows * 4 + 3), seq=4, batch=1, seed=2).windows(0, num_windows)
-    assert data.windows(num_windows // 2, 2 * num_windows) == list(itertools.chain(*epochs))[num_windows // 2 :][: 2 * num_windows]
+    assert (
+        data.windows(num_windows // 2, 2 * num_windows)
+        == list(itertools.chain(*epochs))[num_windows // 2 :][: 2 * num_windows]
+    )
 
 
 def test_one_epoch_of_batches_covers_the_corpus():
@@ -88,7 +91,10 @@ def test_order_is_pinned():
 
 
 def test_skip():
-    plain, data = TokenDataset(corpus(), seq=10, batch=4), TokenDataset(corpus(), seq=10, batch=4, skip=[(20, 21), (5, 8)])
+    plain, data = (
+        TokenDataset(corpus(), seq=10, batch=4),
+        TokenDataset(corpus(), seq=10, batch=4, skip=[(20, 21), (5, 8)]),
+    )
     steps = [data.data_step(s) for s in range(19)]
     assert steps == [0, 1, 2, 3, 4, *range(8, 20), 21, 22]
     for step in (4, 5, 18):
@@ -120,7 +126,9 @@ def test_a_read_only_array_will_do(tmp_path):
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(1001, dtype=numpy.uint16)
     array.flags.writeable = False
-    assert torch.equal(TokenDataset(array, seq=10, batch=4).batch_at(3)[0], TokenDataset(corpus(), seq=10, batch=4).batch_at(3)[0])
+    assert torch.equal(
+        TokenDataset(array, seq=10, batch=4).batch_at(3)[0], TokenDataset(corpus(), seq=10, batch=4).batch_at(3)[0]
+    )
 
 
 def test_python_source():
@@ -195,7 +203,9 @@ def test_read_ahead_ends_when_its_consumer_does():
     assert not readers()
 
 
-@pytest.mark.parametrize(("error", "seen"), [(ValueError, ValueError), (StopIteration, RuntimeError), (FzeroValueError, FzeroValueError)])
+@pytest.mark.parametrize(
+    ("error", "seen"), [(ValueError, ValueError), (StopIteration, RuntimeError), (FzeroValueError, FzeroValueError)]
+)
 def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
     batches, steps = read_ahead(Source(fail_at=2, error=error), 0), []
     with pytest.raises(seen, match=r"no step 2|StopIteration"):
@@ -209,20 +219,56 @@ def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
     [
         (lambda: TokenDataset(corpus(), seq=0, batch=-1), FzeroValueError, "seq=0 is not .*\n.*batch=-1 is not"),
         (lambda: TokenDataset(corpus(), seq=4, batch=1, skip=[(3, 3)]), FzeroValueError, r"\(3, 3\) is not a range"),
-        (lambda: TokenDataset(corpus(), seq=4, batch=1, skip=[(5, 9), (3, 6)]), FzeroValueError, r"\(3, 6\) and \(5, 9\) overlap"),
-        (lambda: TokenDataset(corpus(10), seq=10, batch=1), FzeroValueError, "10 tokens, a window is seq . 1 = 11\nFix: use at least 11 tokens or seq=9"),
+        (
+            lambda: TokenDataset(corpus(), seq=4, batch=1, skip=[(5, 9), (3, 6)]),
+            FzeroValueError,
+            r"\(3, 6\) and \(5, 9\) overlap",
+        ),
+        (
+            lambda: TokenDataset(corpus(10), seq=10, batch=1),
+            FzeroValueError,
+            "10 tokens, a window is seq . 1 = 11\nFix: use at least 11 tokens or seq=9",
+        ),
         (lambda: TokenDataset(torch.ones(8), seq=2, batch=1), FzeroTypeError, r"cannot be float32\[8\]"),
-        (lambda: TokenDataset(torch.ones(8, 2, dtype=torch.int64), seq=2, batch=1), FzeroTypeError, r"cannot be int64\[8, 2\]"),
+        (
+            lambda: TokenDataset(torch.ones(8, 2, dtype=torch.int64), seq=2, batch=1),
+            FzeroTypeError,
+            r"cannot be int64\[8, 2\]",
+        ),
         (lambda: TokenDataset({"a": 1}, seq=2, batch=1), FzeroTypeError, "cannot be dict"),
         (lambda: TokenDataset(corpus(), seq=2, batch=1, seed=-1), FzeroValueError, "seed -1"),
         (lambda: TokenDataset(corpus(), seq=2, batch=1, dtype=torch.int32), FzeroTypeError, "dtype is for files"),
-        (lambda: TokenDataset("tokens.bin", seq=2, batch=1), FzeroTypeError, "tokens.bin does not say .*\nFix: pass the dtype"),
-        (lambda: TokenDataset("missing.bin", seq=2, batch=1, dtype=torch.uint16), FzeroValueError, "missing.bin is not a file"),
-        (lambda: TokenDataset("missing.bin", seq=2, batch=1, dtype=torch.float32), FzeroTypeError, "stored as torch.float32"),
-        (lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(0, 0, 3), FzeroValueError, "a batch of 8 rows cannot be shared by 3 .*\n.* e.g. 9"),
-        (lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(-1, 4, 4), FzeroValueError, "step=-1 .*\n.*rank=4 is not one of 0 to 3"),
+        (
+            lambda: TokenDataset("tokens.bin", seq=2, batch=1),
+            FzeroTypeError,
+            "tokens.bin does not say .*\nFix: pass the dtype",
+        ),
+        (
+            lambda: TokenDataset("missing.bin", seq=2, batch=1, dtype=torch.uint16),
+            FzeroValueError,
+            "missing.bin is not a file",
+        ),
+        (
+            lambda: TokenDataset("missing.bin", seq=2, batch=1, dtype=torch.float32),
+            FzeroTypeError,
+            "stored as torch.float32",
+        ),
+        (
+            lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(0, 0, 3),
+            FzeroValueError,
+            "a batch of 8 rows cannot be shared by 3 .*\n.* e.g. 9",
+        ),
+        (
+            lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(-1, 4, 4),
+            FzeroValueError,
+            "step=-1 .*\n.*rank=4 is not one of 0 to 3",
+        ),
         (lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(0, 0, 0), FzeroValueError, "size=0"),
-        (lambda: TokenDataset(corpus(), seq=300, batch=8).split(0.01), FzeroValueError, "fraction=0.01 leaves .*\n.*3 windows"),
+        (
+            lambda: TokenDataset(corpus(), seq=300, batch=8).split(0.01),
+            FzeroValueError,
+            "fraction=0.01 leaves .*\n.*3 windows",
+        ),
         (lambda: TokenDataset(corpus(), seq=4, batch=8).split(1.0), FzeroValueError, "fraction=1.0"),
         (lambda: read_ahead(Source(), 0, depth=0), FzeroValueError, "depth=0"),
         (lambda: python_source(limit_bytes=0), FzeroValueError, "limit_bytes=0"),
@@ -246,7 +292,8 @@ def test_a_cursor_leads_to_the_batch_that_is_next(skip):
 
 @pytest.mark.parametrize("skip", SKIPS, ids=str)
 def test_what_is_skipped_may_change_between_runs(skip):
-    """The next batch is the first not seen that is not to be skipped; a stretch that has been seen does not come again when it is skipped no more."""
+    """The next batch is the first not seen that is not to be skipped; a stretch that has been seen does not come again
+    when it is skipped no more."""
     before = TokenDataset(corpus(), seq=10, batch=4, seed=3, skip=[(2, 6)])
     after = TokenDataset(corpus(), seq=10, batch=4, seed=3, skip=skip)
     skipped = {i for first, stop in skip for i in range(first, stop)}
@@ -297,7 +344,9 @@ def test_the_digest_of_a_large_corpus_is_of_pieces_from_end_to_end(monkeypatch):
 
 def test_write_tokens_refuses_what_does_not_fit(tmp_path):
     path = tmp_path / "tokens.bin"
-    with pytest.raises(FzeroValueError, match=r"tokens are 0 to 69999, uint16 holds 0 to 65535\nFix: store them as int32 or int64"):
+    with pytest.raises(
+        FzeroValueError, match=r"tokens are 0 to 69999, uint16 holds 0 to 65535\nFix: store them as int32 or int64"
+    ):
         write_tokens(path, torch.arange(70_000), torch.uint16)
     with pytest.raises(FzeroValueError, match="store them as int16 or int32 or int64"):
         write_tokens(path, torch.tensor([-1, 3]), torch.uint8)

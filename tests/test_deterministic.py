@@ -35,14 +35,19 @@ def scattered() -> Function:
         return [torch.ops.aten._unsafe_index_put.default(x, [rows.flatten().long()], rows.expand(64, 64), True).sin()]
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        return Function("scattered", record(fn, [torch.empty(64, 64), torch.empty(64, 1)], owner="test", names=["x", "rows"]))
+        return Function(
+            "scattered", record(fn, [torch.empty(64, 64), torch.empty(64, 1)], owner="test", names=["x", "rows"])
+        )
 
 
 def test_a_setting_is_taken_over_and_says_what_it_is() -> None:
     before = deterministic.setting()
     assert before == Setting(False, False, False) and str(before) == "off"
     try:
-        for setting, text in ((Setting(True, False, True), "on"), (Setting(True, True, False), "on, with warnings only")):
+        for setting, text in (
+            (Setting(True, False, True), "on"),
+            (Setting(True, True, False), "on, with warnings only"),
+        ):
             deterministic.use(setting)
             assert deterministic.setting() == setting and str(setting) == text
     finally:
@@ -55,7 +60,9 @@ def test_what_is_compiled_and_kept_is_that_of_the_switch(tmp_path: Any) -> None:
     """In the process that compiles, too."""
     function, kept = scattered(), cache.Cache(tmp_path)
     key = cache.key(function.graph, function, CPU)
-    assert not worker.compile_jobs([inductor._job(key, function.name, function, function.graph)], kept, 1, lambda name: None)
+    assert not worker.compile_jobs(
+        [inductor._job(key, function.name, function, function.graph)], kept, 1, lambda name: None
+    )
     entry = kept.read(key)
     assert entry is not None and "aten.index_put_" in entry.text, "PyTorch's, which adds one after the other"
     torch.use_deterministic_algorithms(False)
@@ -95,7 +102,11 @@ def test_what_has_no_deterministic_algorithm_is_an_error_that_names_the_block() 
     with pytest.raises(TraceError) as error:
         fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.ones(4, 4)}, torch.ones(1, 1, 4, 4))
     text = str(error.value)
-    assert text.startswith("fzero.block unpooled: ") and "return F.max_unpool2d(y, places, 2)" in text and "warn_only=True" in text
+    assert (
+        text.startswith("fzero.block unpooled: ")
+        and "return F.max_unpool2d(y, places, 2)" in text
+        and "warn_only=True" in text
+    )
     assert "max_unpooling2d_forward_out does not have a deterministic implementation" in str(error.value.__cause__)
 
 
@@ -103,7 +114,9 @@ def one_rank_asks() -> None:
     mesh = fz.make_mesh()
     try:
         torch.use_deterministic_algorithms(mesh.rank == 1)
-        train = fz.compile(fz.data_parallel(fz.train_step(lambda p, x: (p * x).mean(), optim.sgd(0.1))), mesh, backend="eager")
+        train = fz.compile(
+            fz.data_parallel(fz.train_step(lambda p, x: (p * x).mean(), optim.sgd(0.1))), mesh, backend="eager"
+        )
         train(train.init(torch.ones(2)), torch.ones(2))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -111,4 +124,8 @@ def one_rank_asks() -> None:
 
 def test_ranks_that_are_not_set_alike_run_nothing(run_ranks: Any) -> None:
     for r in run_ranks(2, one_rank_asks, expect_error=True):
-        assert r.type == "DivergenceError" and "rank 0: deterministic algorithms: off" in r.message and "rank 1: deterministic algorithms: on" in r.message
+        assert (
+            r.type == "DivergenceError"
+            and "rank 0: deterministic algorithms: off" in r.message
+            and "rank 1: deterministic algorithms: on" in r.message
+        )

@@ -17,7 +17,8 @@ from fzero.mesh import _one_visible, choose_device, device_problems, groups_alon
 
 
 def wanted(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> str:
-    """In words of its own: a GPU for each process, by its number unless it sees its own alone; else the CPU, or an error if a GPU was asked for."""
+    """In words of its own: a GPU for each process, by its number unless it sees its own alone; else the CPU, or an
+    error if a GPU was asked for."""
     if asked == "cpu" or num_cuda == 0:
         return "error" if asked == "cuda" else "cpu"
     if num_cuda == 1 and (one_visible or num_local == 1):
@@ -38,7 +39,9 @@ def found(*case: Any) -> str:
     try:
         device, warning = choose_device(*case)
     except FzeroValueError as error:
-        refused = "there is no device 'cuda' for every process" in str(error) and str(error).splitlines()[-1].startswith("Fix: ")
+        refused = "there is no device 'cuda' for every process" in str(error) and str(error).splitlines()[
+            -1
+        ].startswith("Fix: ")
         return "error" if refused else str(error)
     return f"{device}, warned" if warning else str(device)
 
@@ -51,7 +54,11 @@ def test_one_gpu_that_each_process_sees_as_its_own() -> None:
     """LOCAL_RANK=3 of 4 under Slurm or Ray."""
     assert choose_device(None, 3, 4, 1, True) == (torch.device("cuda", 0), None)
     device, warning = choose_device(None, 0, 2, 1, False)
-    assert device == torch.device("cpu") and warning is not None and "CUDA is not used: 1 CUDA device for 2 processes on this host" in warning
+    assert (
+        device == torch.device("cpu")
+        and warning is not None
+        and "CUDA is not used: 1 CUDA device for 2 processes on this host" in warning
+    )
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "tpu", "cuda:1"])
@@ -62,7 +69,11 @@ def test_devices_that_there_is_nothing_for(device: str) -> None:
 
 def test_which_environments_show_one_gpu() -> None:
     assert _one_visible({"CUDA_VISIBLE_DEVICES": "3"}) and _one_visible({"HIP_VISIBLE_DEVICES": "0"})
-    assert not _one_visible({}) and not _one_visible({"CUDA_VISIBLE_DEVICES": "0,1"}) and not _one_visible({"CUDA_VISIBLE_DEVICES": ""})
+    assert (
+        not _one_visible({})
+        and not _one_visible({"CUDA_VISIBLE_DEVICES": "0,1"})
+        and not _one_visible({"CUDA_VISIBLE_DEVICES": ""})
+    )
 
 
 def test_the_mesh_warns_of_gpus_that_it_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +89,9 @@ def test_the_mesh_warns_of_gpus_that_it_leaves_alone(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("LOCAL_RANK", rank)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert make_mesh(device=device).device.type == "cpu", "one process of a host warns, if nobody asked for the CPU"
+            assert make_mesh(device=device).device.type == "cpu", (
+                "one process of a host warns, if nobody asked for the CPU"
+            )
 
 
 def test_devices_that_make_no_mesh() -> None:
@@ -91,7 +104,9 @@ def another_device(rank: int) -> None:
     from fzero import mesh
 
     name_of = mesh._name_of
-    mesh._name_of = lambda device: "cuda host gpu-1 1" if rank < 0 or int(mesh.os.environ["RANK"]) == rank else name_of(device)
+    mesh._name_of = lambda device: (
+        "cuda host gpu-1 1" if rank < 0 or int(mesh.os.environ["RANK"]) == rank else name_of(device)
+    )
     try:
         make_mesh(data=2, timeout=20)
     finally:
@@ -101,7 +116,11 @@ def another_device(rank: int) -> None:
 @pytest.mark.parametrize(("rank", "said"), [(1, "rank 1 is on 'cuda'"), (-1, "ranks 0, 1 have one GPU")])
 def test_ranks_on_devices_that_make_no_mesh_all_say_so(run_ranks: Any, rank: int, said: str) -> None:
     for found in run_ranks(2, another_device, rank, expect_error=True, timeout=40):
-        assert found.type == "FzeroValueError" and said in found.message and "Fix: give each process a GPU of its own" in found.message
+        assert (
+            found.type == "FzeroValueError"
+            and said in found.message
+            and "Fix: give each process a GPU of its own" in found.message
+        )
 
 
 def gathers_apart(**axes: int) -> list[Any]:

@@ -1,4 +1,5 @@
-"""The disk tier of a rank: what is written is read, whatever its size and wherever it lies; files are private and leave nothing; faults become errors."""
+"""The disk tier of a rank: what is written is read, whatever its size and wherever it lies; files are private and leave
+nothing; faults become errors."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def ours(path: Path) -> list[Path]:
 
 @pytest.fixture(params=["disk", "memory"])
 def root(request: Any, tmp_path: Path) -> Iterator[Path]:
-    """A directory on a disk that is written directly, as far as this machine's temporary files are; and one on a file system that only pretends."""
+    """A directory on a disk that is written directly, as far as this machine's temporary files are; and one on a file
+    system that only pretends."""
     if request.param == "disk":
         yield tmp_path
     elif not os.access(MEMORY, os.W_OK):
@@ -108,8 +110,11 @@ def test_files_of_a_stripe_hold_what_lies_there(tmp_path: Path) -> None:
     shuffle=st.randoms(use_true_random=False),
 )
 @hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_runs_go_where_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num: int, sizes: list[tuple[int, int]], shuffle: Any) -> None:
-    """In any order, with gaps in the file and in memory, against a plain array; with small stripes, so that there are many ends."""
+def test_runs_go_where_they_should(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num: int, sizes: list[tuple[int, int]], shuffle: Any
+) -> None:
+    """In any order, with gaps in the file and in memory, against a plain array; with small stripes, so that there are
+    many ends."""
     monkeypatch.setattr(files, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(scratch, "PIECE", 4 * BLOCK)
     total = sum(gap + size for gap, size in sizes) * BLOCK
@@ -195,11 +200,23 @@ def test_memory_for_direct_io(nbytes: int) -> None:
 
 def test_runs_that_cannot_be_moved(tmp_path: Path) -> None:
     found, memory = disk.Files(tmp_path, 4 * BLOCK), disk.aligned(4 * BLOCK)
-    bad = [(1, memory[:BLOCK]), (0, memory[:100]), (0, memory[8 : BLOCK + 8]), (BLOCK, memory), (-BLOCK, memory[:BLOCK]), (0, memory.view(torch.int32))]
+    bad = [
+        (1, memory[:BLOCK]),
+        (0, memory[:100]),
+        (0, memory[8 : BLOCK + 8]),
+        (BLOCK, memory),
+        (-BLOCK, memory[:BLOCK]),
+        (0, memory.view(torch.int32)),
+    ]
     with pytest.raises(FzeroValueError) as caught:
         found.write(bad)
     text = str(caught.value)
-    assert "6 runs" in text and text.count("not aligned to 4096") == 3 and text.count("not within the 16384") == 2 and "no flat uint8" in text
+    assert (
+        "6 runs" in text
+        and text.count("not aligned to 4096") == 3
+        and text.count("not within the 16384") == 2
+        and "no flat uint8" in text
+    )
     assert found.bytes_written == 0
     found.close()
 
@@ -295,7 +312,12 @@ def test_closed_files_say_so(tmp_path: Path) -> None:
 def run(code: str, *args: Any) -> subprocess.Popen[str]:
     """Another process, whose first lines are always the same."""
     head = "import os, sys, torch\nfrom fzero.comm import disk\npath = sys.argv[1]\n"
-    return subprocess.Popen([sys.executable, "-c", head + textwrap.dedent(code), *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", head + textwrap.dedent(code), *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 HOLD = """
@@ -310,7 +332,11 @@ HOLD = """
 
 
 def test_killed_runs_are_cleared_and_live_ones_are_not(tmp_path: Path) -> None:
-    foreign = {tmp_path / f"fzero-1-{'0' * 16}": "notes", tmp_path / "fzero-old": "fzero.lock", tmp_path / f"fzero-2-{'1' * 16}": None}
+    foreign = {
+        tmp_path / f"fzero-1-{'0' * 16}": "notes",
+        tmp_path / "fzero-old": "fzero.lock",
+        tmp_path / f"fzero-2-{'1' * 16}": None,
+    }
     for path, name in foreign.items():  # not made by a run: no lock file, another name, nothing in it
         path.mkdir()
         if name:
@@ -332,7 +358,10 @@ def test_killed_runs_are_cleared_and_live_ones_are_not(tmp_path: Path) -> None:
     out, _ = live.communicate()
     assert live.returncode == 0 and out == "True\n", "the live run still has its bytes"
     own.close()
-    assert set(ours(tmp_path)) == {*foreign, tmp_path / f"fzero-3-{'2' * 16}"} and (outside / "fzero.lock").read_text() == "mine"
+    assert (
+        set(ours(tmp_path)) == {*foreign, tmp_path / f"fzero-3-{'2' * 16}"}
+        and (outside / "fzero.lock").read_text() == "mine"
+    )
 
 
 def test_what_others_put_there_stays(tmp_path: Path) -> None:
@@ -415,7 +444,9 @@ def test_a_lock_taken_in_between_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
 # --- direct, or not ---
 
 
-def test_memory_is_not_direct_and_that_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_direct_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not os.access(MEMORY, os.W_OK):
         pytest.skip("this machine has no file system in memory")
     monkeypatch.setattr(scratch, "_told", set())
@@ -424,7 +455,9 @@ def test_memory_is_not_direct_and_that_is_said_once(caplog: pytest.LogCaptureFix
             found = disk.Files([MEMORY, MEMORY], MIB)
             assert not found.direct
             found.close()
-    assert [r.getMessage().split(" (O_DIRECT)")[0] for r in caplog.records] == [f"fzero.offload: {MEMORY} cannot be read and written directly"]
+    assert [r.getMessage().split(" (O_DIRECT)")[0] for r in caplog.records] == [
+        f"fzero.offload: {MEMORY} cannot be read and written directly"
+    ]
 
 
 @pytest.mark.parametrize("refuses", ["open", "write"])
@@ -456,7 +489,9 @@ def test_direct_io_goes_past_the_page_cache(tmp_path: Path) -> None:
         pytest.skip("temporary files of this machine are not written directly")
     found.write([(0, pattern(MIB))]).wait()
     data = ours(tmp_path)[0] / "data"
-    assert not cached_pages(data), "asked before anything reads it, for a read that may not wait starts one all the same"
+    assert not cached_pages(data), (
+        "asked before anything reads it, for a read that may not wait starts one all the same"
+    )
     data.read_bytes()
     assert cached_pages(data)
     found.close()
@@ -468,7 +503,9 @@ def cached_pages(path: Path) -> int:
         held = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         start = ctypes.c_char.from_buffer(mapped)
         try:
-            failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), held)
+            failed = ctypes.CDLL(None, use_errno=True).mincore(
+                ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), held
+            )
             assert failed == 0, os.strerror(ctypes.get_errno())
             return sum(page & 1 for page in held)
         finally:
@@ -506,7 +543,10 @@ def test_a_fault_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
             with pytest.raises(TierError) as caught:
                 transfer.wait()
             text = str(caught.value)
-            assert text.startswith(f"fzero.offload: a {operation} of scratch files failed: {os.strerror(code)}\n  {directory}: {4 * MIB} bytes at offset ")
+            assert text.startswith(
+                f"fzero.offload: a {operation} of scratch files failed: {os.strerror(code)}\n  {directory}: {4 * MIB} "
+                f"bytes at offset "
+            )
             assert int(text.split("at offset ")[1].split()[0]) % (4 * MIB) == 0 and "last checkpoint" in text
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == code
     moved = found.bytes_written - 40 * MIB if operation == "write" else found.bytes_read
@@ -592,7 +632,12 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
 def test_closing_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is being moved is finished, what is not fails, and no wait hangs."""
     monkeypatch.setattr(files, "_pool", files._Pool())
-    found, begun, go, real = disk.Files(tmp_path, 16 * MIB, num_threads=1), threading.Event(), threading.Event(), os.pwritev
+    found, begun, go, real = (
+        disk.Files(tmp_path, 16 * MIB, num_threads=1),
+        threading.Event(),
+        threading.Event(),
+        os.pwritev,
+    )
 
     def late(fd: int, views: list[memoryview], at: int) -> int:
         begun.set()
@@ -623,12 +668,18 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     good.mkdir()
     closed.mkdir()
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and access(path, mode))  # who runs this may be root
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != closed and access(path, mode)
+    )  # who runs this may be root
     with pytest.raises(FzeroValueError) as caught:
         disk.check([tmp_path / "none", file, closed, good, good], 1 << 60, num_ranks=2)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"fzero.offload: cannot keep {2**20:.2f} TiB a rank on disk"
-    assert lines[1:4] == [f"  {tmp_path / 'none'}: there is no such directory", f"  {file}: it is no directory", f"  {closed}: it is not writable"]
+    assert lines[1:4] == [
+        f"  {tmp_path / 'none'}: there is no such directory",
+        f"  {file}: it is no directory",
+        f"  {closed}: it is not writable",
+    ]
     assert lines[4].startswith(f"  {good}: {2 * 2 * 2**20 / 5:.2f} TiB needed, ") and lines[4].endswith(" free")
     assert lines[5:] == ["Fix: free space, or give other paths"]
     with pytest.raises(FzeroValueError, match="no path is given"):
@@ -711,9 +762,13 @@ def test_leaves_at_rest(root: Path) -> None:
     """Packed in order, one range of files for all, which live as long as any of them."""
     tensors = disk.rest([leaf(str(i), shape, dtype) for i, (shape, dtype) in enumerate(SHAPES)], MESH, [root, root])
     extents: list[Any] = [extent_of(t) for t in tensors]
-    assert [t.device.type for t in tensors] == ["meta"] * len(SHAPES) and [(tuple(t.shape), t.dtype) for t in tensors] == SHAPES
+    assert [t.device.type for t in tensors] == ["meta"] * len(SHAPES) and [
+        (tuple(t.shape), t.dtype) for t in tensors
+    ] == SHAPES
     sizes = [disk.padded(t.nbytes) for t in tensors]
-    assert [e.offset for e in extents] == [sum(sizes[:i]) for i in range(len(sizes))] and [e.nbytes for e in extents] == [t.nbytes for t in tensors]
+    assert [e.offset for e in extents] == [sum(sizes[:i]) for i in range(len(sizes))] and [
+        e.nbytes for e in extents
+    ] == [t.nbytes for t in tensors]
     assert len({e.files for e in extents}) == 1 and extents[0].files.nbytes == sum(sizes)
     values = [value_of(*x) for x in SHAPES]
     for tensor, value in zip(tensors, values, strict=True):
@@ -734,7 +789,10 @@ def test_leaves_at_rest(root: Path) -> None:
 def test_parts_of_leaves(tmp_path: Path, nbytes: int) -> None:
     """Read in parts of one size, written in parts of any, also ones that lie oddly in memory."""
     shape = (3, 217, 411)
-    (tensor, behind), value = disk.rest([leaf("a", shape), leaf("b", (5,))], MESH, tmp_path), value_of(shape, torch.float32)
+    (tensor, behind), value = (
+        disk.rest([leaf("a", shape), leaf("b", (5,))], MESH, tmp_path),
+        value_of(shape, torch.float32),
+    )
     disk.store(torch.ones(5), behind)
     with disk.write_pieces(tensor, nbytes) as write:
         flat, at = value.view(-1), 0
@@ -745,21 +803,28 @@ def test_parts_of_leaves(tmp_path: Path, nbytes: int) -> None:
     assert torch.equal(disk.load(tensor), value) and torch.equal(disk.load(behind), torch.ones(5))
     size = max(nbytes // BLOCK, 1) * BLOCK // 4
     parts = [part.clone() for part in disk.pieces(tensor, nbytes)]
-    assert [p.numel() for p in parts[:-1]] == [size] * (len(parts) - 1) and torch.equal(torch.cat(parts).view(shape), value)
+    assert [p.numel() for p in parts[:-1]] == [size] * (len(parts) - 1) and torch.equal(
+        torch.cat(parts).view(shape), value
+    )
     addresses = {part.data_ptr() for part in disk.pieces(tensor, nbytes)}
     assert len(addresses) == min(len(parts), 2), "two buffers, however many parts"
 
 
 def test_parts_that_are_not_the_leafs(tmp_path: Path) -> None:
     (tensor,) = disk.rest([leaf("w", (10,))], MESH, tmp_path)
-    for given, said in (([9], "36 bytes in all for params['w'], which is 40 bytes"), ([6, 6], "bytes 24 to 48 of torch.float32 for params['w']")):
+    for given, said in (
+        ([9], "36 bytes in all for params['w'], which is 40 bytes"),
+        ([6, 6], "bytes 24 to 48 of torch.float32 for params['w']"),
+    ):
         with pytest.raises(FzeroValueError) as caught, disk.write_pieces(tensor) as write:
             for num in given:
                 write(torch.ones(num))
         assert said in str(caught.value)
     with pytest.raises(FzeroValueError, match=r"torch\.float64"), disk.write_pieces(tensor) as write:
         write(torch.ones(10, dtype=torch.float64))
-    with pytest.raises(FzeroValueError, match=r"torch.float32\[5, 2\] for params\['w'\], which rests as torch.float32\[10\]"):
+    with pytest.raises(
+        FzeroValueError, match=r"torch.float32\[5, 2\] for params\['w'\], which rests as torch.float32\[10\]"
+    ):
         disk.store(torch.ones(5, 2), tensor)
     with pytest.raises(FzeroValueError, match="params\\['w'\\] does not rest on disk"):
         disk.load(place(torch.ones(10), leaf("w", (10,)), MESH))

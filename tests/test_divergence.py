@@ -1,4 +1,5 @@
-"""Ranks that would not run the same program: an error on every rank within seconds that shows where they differ, never a hang."""
+"""Ranks that would not run the same program: an error on every rank within seconds that shows where they differ, never
+a hang."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ SECONDS = 25.0
 """By when every rank must have raised; what is waited for (`make_mesh(timeout=)`) is ten minutes by default."""
 
 
-def parts(scale: float = 1.0, lr: float = 0.1, batch: torch.Tensor | None = None, transform: Any = None, raises: Any = None) -> Any:
+def parts(
+    scale: float = 1.0, lr: float = 0.1, batch: torch.Tensor | None = None, transform: Any = None, raises: Any = None
+) -> Any:
     """A small model with everything that can differ between ranks."""
 
     @fz.block
@@ -78,9 +81,19 @@ def test_one_rank_differs(run_ranks: Any, name: str) -> None:
 
 def test_one_ranks_batch_has_another_dtype(run_ranks: Any) -> None:
     """It cannot be traced there, and the other rank hears why."""
-    first, second = run_ranks(2, _runs, 1, {"batch": torch.ones(2, 4, dtype=torch.float64)}, 2, expect_error=True, timeout=60)
-    assert second.type == "TraceError" and "batch: float64[2, 4]" in second.message and second.message.splitlines()[-1].startswith("Fix: "), second
-    assert first.type == "DivergenceError" and "rank 1: TraceError: " in first.message and "expected operands of one dtype" in first.message, first
+    first, second = run_ranks(
+        2, _runs, 1, {"batch": torch.ones(2, 4, dtype=torch.float64)}, 2, expect_error=True, timeout=60
+    )
+    assert (
+        second.type == "TraceError"
+        and "batch: float64[2, 4]" in second.message
+        and second.message.splitlines()[-1].startswith("Fix: ")
+    ), second
+    assert (
+        first.type == "DivergenceError"
+        and "rank 1: TraceError: " in first.message
+        and "expected operands of one dtype" in first.message
+    ), first
 
 
 def _swapped() -> None:
@@ -107,7 +120,11 @@ def test_ranks_that_call_their_steps_in_another_order(run_ranks: Any) -> None:
 
 def test_the_last_of_three_differs(run_ranks: Any) -> None:
     for r in run_ranks(3, _runs, 2, {"scale": 3.0}, 3, expect_error=True, timeout=60):
-        assert r.type == "DivergenceError" and "rank 2 would run another program than rank 0" in r.message and "3.0" in r.message, r
+        assert (
+            r.type == "DivergenceError"
+            and "rank 2 would run another program than rank 0" in r.message
+            and "3.0" in r.message
+        ), r
 
 
 def test_the_first_of_three_differs(run_ranks: Any) -> None:
@@ -198,7 +215,11 @@ def _second_shape(changed: int) -> None:
 def test_a_second_kind_of_batch_on_one_rank(run_ranks: Any, changed: int) -> None:
     """The other is in a step that it has a program for: both sides say what each does."""
     for r in run_ranks(2, _second_shape, changed, expect_error=True, timeout=60):
-        assert r.type == "DivergenceError" and f"rank {changed}: makes a program of " in r.message and f"rank {1 - changed}: runs train " in r.message, r
+        assert (
+            r.type == "DivergenceError"
+            and f"rank {changed}: makes a program of " in r.message
+            and f"rank {1 - changed}: runs train " in r.message
+        ), r
         assert "batches of one shape" in r.message.splitlines()[-1] and r.message.splitlines()[-1].startswith("Fix: ")
 
 

@@ -1,9 +1,10 @@
 """The documentation is true: its examples run, what it says they print is what they print, its links lead somewhere.
 
-A page is one program. Its ```python blocks run one after the other in one namespace, on one process, in an empty directory. A ```text block
-that follows one directly is what that block prints; a block that prints must be followed by one. After a change that is meant to change what
-is printed, `python tests/test_docs.py` writes the new output into the pages. So are ```sh blocks of `fzero` commands that a ```text block
-follows, in the repository's root, with what they say on stderr.
+A page is one program. Its ```python blocks run one after the other in one namespace, on one process, in an empty
+directory. A ```text block that follows one directly is what that block prints; a block that prints must be followed by
+one. After a change that is meant to change what is printed, `python tests/test_docs.py` writes the new output into the
+pages. So are ```sh blocks of `fzero` commands that a ```text block follows, in the repository's root, with what they
+say on stderr.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def run(path: Path) -> list[tuple[Block, str, Block | None]]:
         if block.language != "python" and not command:
             continue
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed) if command else contextlib.nullcontext():
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed) if command else contextlib.nullcontext(),
+        ):
             if command:
                 with contextlib.chdir(ROOT):
                     main(shlex.split(block.text)[1:])
@@ -85,7 +89,11 @@ def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         where = f"{path.relative_to(ROOT)}:{path.read_text().count(chr(10), 0, block.start)}"
         assert expected is not None or not printed, f"{where} prints, and the page does not say what:\n{printed}"
         if expected is not None and not same(expected.text, printed, doctest.ELLIPSIS):
-            difference = "\n".join(difflib.unified_diff(expected.text.splitlines(), printed.splitlines(), "the page", "printed", lineterm=""))
+            difference = "\n".join(
+                difflib.unified_diff(
+                    expected.text.splitlines(), printed.splitlines(), "the page", "printed", lineterm=""
+                )
+            )
             pytest.fail(f"{where} prints something else (if that is meant: python tests/test_docs.py)\n{difference}")
 
 
@@ -129,8 +137,19 @@ def test_every_transform_has_a_page() -> None:
 
 def test_every_public_name_is_among_the_signatures() -> None:
     page = (DOCS / "api.md").read_text()
-    modules = {"fz": fz, "optim": fz.optim, "fz.data": fz.data, "fz.checkpoint": fz.checkpoint, "fz.testing": fz.testing}
-    names = {f"{m}.{name}" for m, module in modules.items() for name in module.__all__ if not inspect.ismodule(getattr(module, name))}
+    modules = {
+        "fz": fz,
+        "optim": fz.optim,
+        "fz.data": fz.data,
+        "fz.checkpoint": fz.checkpoint,
+        "fz.testing": fz.testing,
+    }
+    names = {
+        f"{m}.{name}"
+        for m, module in modules.items()
+        for name in module.__all__
+        if not inspect.ismodule(getattr(module, name))
+    }
     names |= {f"fz.errors.{name}" for name in vars(fz.errors) if name.endswith("Error")} | {"optim.Schedule"}
     assert not [name for name in sorted(names) if not re.search(rf"(^|`){re.escape(name)}\b", page, re.MULTILINE)]
 
@@ -151,7 +170,9 @@ def _update() -> None:
             results = run(path)
             os.chdir(before)
         for _, printed, expected in reversed(results):
-            if expected is not None and not doctest.OutputChecker().check_output(expected.text, printed, doctest.ELLIPSIS):
+            if expected is not None and not doctest.OutputChecker().check_output(
+                expected.text, printed, doctest.ELLIPSIS
+            ):
                 page = page[: expected.start] + printed + page[expected.stop :]
         if page != path.read_text():
             path.write_text(page)

@@ -1,4 +1,5 @@
-"""Where lines of the optimizer stand: as early as what they read is there and what they write is read by nobody any more, and no earlier."""
+"""Where lines of the optimizer stand: as early as what they read is there and what they write is read by nobody any
+more, and no earlier."""
 
 from __future__ import annotations
 
@@ -80,14 +81,18 @@ def test_after_the_last_micro_batch() -> None:
 
 
 def reads_after_writes(lines: list[Line]) -> list[str]:
-    """What a line reads, or a transfer under way, after its memory was overwritten; but for new shards, which are gathered and put over their leaves."""
+    """What a line reads, or a transfer under way, after its memory was overwritten; but for new shards, which are
+    gathered and put over their leaves."""
     written, moving, parts, out = set[str](), dict[str, set[str]](), dict[str, str](), list[str]()
     for line in lines:
         if line.op == "take_shard":
             parts[line.out[0].name] = line.args[0]
         elif line.op == "wait":
             moving.pop(line.args[0], None)
-        new = set(line.args if line.op == "all_gather_start" else line.writes if line.op == "assign" else ()) & {*parts, *parts.values()}
+        new = set(line.args if line.op == "all_gather_start" else line.writes if line.op == "assign" else ()) & {
+            *parts,
+            *parts.values(),
+        }
         out += [a for a in line.args if parts.get(a, a) in written and a not in new]
         out += [w for w in line.writes if any(parts.get(w, w) in args for args in moving.values())]
         if line.op in COLLECTIVES:
@@ -127,13 +132,24 @@ def test_a_block_that_returns_a_view_of_a_parameter(transforms: Any) -> None:
         plain, want = step(plain, x)
         state, found = train(state, x)
         assert torch.equal(want["loss"], found["loss"])
-    assert all(torch.equal(a, b) for a, b in zip(fz.tree.leaves(plain), fz.tree.leaves(train.gather(state)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fz.tree.leaves(plain), fz.tree.leaves(train.gather(state)), strict=True)
+    )
 
 
 def test_a_view_is_a_reader() -> None:
     lines = lowered(fz.remat("full")(fz.train_step(views_loss, optim.adamw(0.1))), VIEWS, torch.ones(2, 4))
-    (made,) = [line for line in lines if line.op == "call" and "params['first']['w']" in line.args and not line.writes and not line.attrs.get("backward")]
-    view = {v.name for v in made.out if v.shape == (2, 4)} - {line.args[0] for line in lines if line.fn.startswith("dense")}
+    (made,) = [
+        line
+        for line in lines
+        if line.op == "call"
+        and "params['first']['w']" in line.args
+        and not line.writes
+        and not line.attrs.get("backward")
+    ]
+    view = {v.name for v in made.out if v.shape == (2, 4)} - {
+        line.args[0] for line in lines if line.fn.startswith("dense")
+    }
     update = next(i for i, line in enumerate(lines) if "params['first']['w']" in line.writes)
     readers = [i for i, line in enumerate(lines) if view & set(line.args)]
     assert readers and max(readers) < update
@@ -148,7 +164,9 @@ def test_tied_leaves_are_updated_after_their_last_reader(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["exchanges_two_leaves", "keeps_the_last_gradients", "keeps_the_last_norms", "makes_one_value_twice"])
+@pytest.mark.parametrize(
+    "name", ["exchanges_two_leaves", "keeps_the_last_gradients", "keeps_the_last_norms", "makes_one_value_twice"]
+)
 def test_states_that_exchange_values(name: str, ranks: int) -> None:
     """Leaves that are assigned other leaves' old values: each is read before it is overwritten."""
     step = fz.shard_params(fz.train_step(test_update.loss_fn, getattr(test_update, name)()))

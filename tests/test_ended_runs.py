@@ -1,4 +1,5 @@
-"""A run that ends in the middle on one rank is the last call on the mesh, on every rank: nothing is computed from what it has left behind."""
+"""A run that ends in the middle on one rank is the last call on the mesh, on every rank: nothing is computed from what
+it has left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def raised(act: Callable[[], Any]) -> str:
 
 
 def a_bad_row(folder: str, shared: bool) -> tuple[list[str], float]:
-    """What a step, and what comes after it, raises when one rank's batch names a row that is not there; and the loss on a new mesh."""
+    """What a step, and what comes after it, raises when one rank's batch names a row that is not there; and the loss on
+    a new mesh."""
     mesh = fz.make_mesh(shared_memory=shared)
     train = fz.compile(STEP, mesh, backend="eager")
     state, _ = train(train.init(PARAMS), GOOD)
@@ -63,13 +65,17 @@ def test_a_step_that_fails_on_one_rank_ends_the_mesh_on_all(run_ranks: Any, tmp_
         assert own[0].startswith("IndexError: "), own
         for owner, text in zip(("step", "init", "checkpoint.save"), heard, strict=True):
             assert text.startswith(f"DivergenceError: fzero.{owner}: ") and "rank 1: IndexError: index 9" in text, text
-            assert "what it wrote is lost" in text and "close_mesh(), make_mesh(), compile, and restore" in text.splitlines()[-1], text
+            assert (
+                "what it wrote is lost" in text
+                and "close_mesh(), make_mesh(), compile, and restore" in text.splitlines()[-1]
+            ), text
         assert own[1:] == heard[1:]
         assert loss == same and abs(loss - expected) < 1e-6
 
 
 def parted(shared: bool) -> list[str]:
-    """What ranks raise one of which makes another program while the other runs the one that both have; and what they raise afterwards."""
+    """What ranks raise one of which makes another program while the other runs the one that both have; and what they
+    raise afterwards."""
     mesh = fz.make_mesh(shared_memory=shared)
     train = fz.compile(STEP, mesh, backend="eager")
     state, _ = train(train.init(PARAMS), GOOD)
@@ -87,4 +93,6 @@ def test_ranks_that_have_parted_do_not_go_on(run_ranks: Any) -> None:
     """One has told the others that it begins to run, and the next run would take that for its own."""
     for here, there in zip(*run_ranks(2, partings, timeout=90), strict=True):
         assert "rank 0: runs " in here[0] and "rank 1: makes a program" in here[0], here
-        assert here[1] == there[1] and "rank 1: makes a program" in here[1] and "close_mesh()" in here[1].splitlines()[-1], (here, there)
+        assert (
+            here[1] == there[1] and "rank 1: makes a program" in here[1] and "close_mesh()" in here[1].splitlines()[-1]
+        ), (here, there)

@@ -1,4 +1,5 @@
-"""Bad input: one clear error, of this package's own, on every rank and before any collective, that says where it is and ends with a fix."""
+"""Bad input: one clear error, of this package's own, on every rank and before any collective, that says where it is and
+ends with a fix."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def compiled(step: Any) -> fz.CompiledStep:
 
 
 def raises(kind: type[FzeroError], run: Callable[[], Any], *words: str) -> str:
-    """The text of the one error that `run` raises: of `kind`, in the house's layout, naming `words`, a fix at its end."""
+    """The text of the one error that `run` raises: of `kind`, in the house's layout, naming `words`, a fix at its
+    end."""
     with pytest.raises(FzeroError) as caught:
         run()
     text = str(caught.value)
@@ -52,8 +54,11 @@ def raises(kind: type[FzeroError], run: Callable[[], Any], *words: str) -> str:
     return text
 
 
-def everywhere(kind: type[FzeroError], step: fz.Step, *words: str, params: Any = PARAMS, batch: Any = BATCH, plain: bool = True) -> None:
-    """Lowered for a mesh one does not have, compiled for one rank, and (if it is not the trace's own rule) eagerly: the same error."""
+def everywhere(
+    kind: type[FzeroError], step: fz.Step, *words: str, params: Any = PARAMS, batch: Any = BATCH, plain: bool = True
+) -> None:
+    """Lowered for a mesh one does not have, compiled for one rank, and (if it is not the trace's own rule) eagerly: the
+    same error."""
 
     def train() -> None:
         run = compiled(step)
@@ -89,7 +94,9 @@ def test_devices_and_timeouts_that_cannot_be() -> None:
         raises(FzeroValueError, lambda: fz.make_mesh(data=1, device="cuda"), "0 CUDA devices")
 
 
-@pytest.mark.parametrize("transform", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "transform", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params], ids=lambda t: t.__name__
+)
 def test_axis_that_the_mesh_has_not(transform: Any) -> None:
     step = transform(make(), axis="dta")
     raises(FzeroValueError, lambda: fz.lower(step, MESH, PARAMS, BATCH), f"{transform.__name__}(axis='dta')", "data=2")
@@ -112,7 +119,11 @@ CONFLICTS = {
     "remat": (fz.remat("full"), fz.remat("none"), "policy='none'"),
     "axes": (fz.shard_params(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
     "stages on two axes": (fz.shard_opt_state(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
-    "where": (fz.shard_params(where=lambda path, leaf: True), fz.shard_params(where=lambda path, leaf: False), "where=<lambda>"),
+    "where": (
+        fz.shard_params(where=lambda path, leaf: True),
+        fz.shard_params(where=lambda path, leaf: False),
+        "where=<lambda>",
+    ),
 }
 
 
@@ -128,7 +139,11 @@ def test_the_same_transform_twice_is_none() -> None:
     assert fz.shard_params(fz.accumulate(once, 2)).transforms == once.transforms
 
 
-@pytest.mark.parametrize("transform", [fz.data_parallel(), fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full")], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [fz.data_parallel(), fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full")],
+    ids=str,
+)
 def test_transforms_of_what_is_no_step(transform: Any) -> None:
     raises(FzeroTypeError, lambda: transform(loss_fn), "not function", "train_step")
     raises(FzeroTypeError, lambda: fz.compose(transform)(PARAMS), "not dict")
@@ -167,8 +182,13 @@ def test_program_before_a_call() -> None:
 
 
 def test_batch_that_micro_batches_do_not_divide() -> None:
-    step, batch = fz.accumulate(make(lambda p, b: loss_fn(p, b["x"]) + b["y"].sum()), 4), {"x": BATCH, "y": torch.ones(6), "z": torch.ones(())}
-    text = raises(FzeroValueError, lambda: lower(step, batch=batch), "batch['x'] [6, 4]", "batch['y'] [6]", "4 micro-batches")
+    step, batch = (
+        fz.accumulate(make(lambda p, b: loss_fn(p, b["x"]) + b["y"].sum()), 4),
+        {"x": BATCH, "y": torch.ones(6), "z": torch.ones(())},
+    )
+    text = raises(
+        FzeroValueError, lambda: lower(step, batch=batch), "batch['x'] [6, 4]", "batch['y'] [6]", "4 micro-batches"
+    )
     assert "batch['z']" not in text
 
 
@@ -199,7 +219,9 @@ def test_a_loss_may_need_no_batch(batch: Any) -> None:
     train = compiled(step)
     state, metrics = train(train.init(PARAMS), batch)
     expected, expected_metrics = step(step.init(PARAMS), batch)
-    assert torch.equal(state.params["w"], expected.params["w"]) and torch.equal(metrics["loss"], expected_metrics["loss"])
+    assert torch.equal(state.params["w"], expected.params["w"]) and torch.equal(
+        metrics["loss"], expected_metrics["loss"]
+    )
 
 
 def test_an_empty_batch_is_no_number_and_says_so() -> None:
@@ -281,7 +303,12 @@ def test_parameters_that_are_not_tensors(name: str) -> None:
 
 def test_nothing_to_train() -> None:
     everywhere(FzeroValueError, make(trainable=lambda path, leaf: False), "no leaf is trained", "trainable")
-    everywhere(FzeroValueError, make(lambda p, x: p["w"].sum()), "no leaf is trained", params={"w": torch.ones(3, dtype=torch.int64)})
+    everywhere(
+        FzeroValueError,
+        make(lambda p, x: p["w"].sum()),
+        "no leaf is trained",
+        params={"w": torch.ones(3, dtype=torch.int64)},
+    )
     frozen = make(lambda p, x: (x @ p["w"]).mean(), trainable=lambda path, leaf: path == "params['b']")
     everywhere(TraceError, frozen, "does not depend on any trainable parameter")
 
@@ -292,7 +319,9 @@ def test_an_init_function_that_draws_elsewhere() -> None:
 
     raises(TraceError, lambda: lower(make(lambda p, x: (x @ p["w"]).mean()), params=init), "fzero.init", "fz.random")
     raises(TraceError, lambda: compiled(make()).init(init), "aten.randn", "fz.random")
-    raises(TraceError, lambda: compiled(make()).init(lambda key: {"w": GLOBAL * 2}), "global variable GLOBAL", "float32[3]")
+    raises(
+        TraceError, lambda: compiled(make()).init(lambda key: {"w": GLOBAL * 2}), "global variable GLOBAL", "float32[3]"
+    )
 
 
 # --- blocks ---
@@ -325,13 +354,23 @@ def scale_weight(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("fn", "word"),
-    [(add_in_place, "x.add_(1)"), (set_item, "x[0] = 0"), (through_a_view, "x.view(-1)[2:].mul_(2)"), (scale_weight, 'p["w"].mul_(2)')],
+    [
+        (add_in_place, "x.add_(1)"),
+        (set_item, "x[0] = 0"),
+        (through_a_view, "x.view(-1)[2:].mul_(2)"),
+        (scale_weight, 'p["w"].mul_(2)'),
+    ],
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_mutated_arguments(fn: Any, word: str) -> None:
     step = blocked(fn)
     everywhere(TraceError, step, f"block {fn.__name__}", word, plain=False)
-    raises(TraceError, lambda: step(step.init(PARAMS), BATCH), "changes its arguments in place", word if fn is not scale_weight else "test_errors.py")
+    raises(
+        TraceError,
+        lambda: step(step.init(PARAMS), BATCH),
+        "changes its arguments in place",
+        word if fn is not scale_weight else "test_errors.py",
+    )
     everywhere(TraceError, make(lambda p, x: fn(p, x).mean()), "in place")  # outside a block
 
 
@@ -371,13 +410,23 @@ def test_tensors_from_elsewhere_are_named() -> None:
     }
     for name, fn in cases.items():
         raises(TraceError, lambda fn=fn: lower(blocked(fn)), "fzero.block", name, "float32[3")
-    text = raises(TraceError, lambda: lower(make(lambda p, x: loss_fn(p, x) * scale.sum())), "fzero.train_step", "closure variable scale: float32[3]")
+    text = raises(
+        TraceError,
+        lambda: lower(make(lambda p, x: loss_fn(p, x) * scale.sum())),
+        "fzero.train_step",
+        "closure variable scale: float32[3]",
+    )
     assert "block" not in text
 
 
 def test_tensors_of_the_loss_function_are_named_in_a_block() -> None:
-    """Also a parameter that is a leaf of autograd: an error while autograd asks for its device used to end the process."""
-    raises(TraceError, lambda: lower(make(lambda p, x: fz.block(lambda q, z: z @ q["w"] + p["b"])({"w": p["w"]}, x).mean())), "closure variable p['b']")
+    """Also a parameter that is a leaf of autograd: an error while autograd asks for its device used to end the
+    process."""
+    raises(
+        TraceError,
+        lambda: lower(make(lambda p, x: fz.block(lambda q, z: z @ q["w"] + p["b"])({"w": p["w"]}, x).mean())),
+        "closure variable p['b']",
+    )
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -422,7 +471,12 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_control_flow_on_values(name: str) -> None:
     raises(TraceError, lambda: lower(blocked(VALUES[name])), "block", "needs the value of a tensor")
-    raises(TraceError, lambda: lower(make(lambda p, x: VALUES[name](p, x).mean())), "fzero.train_step", "needs the value of a tensor")
+    raises(
+        TraceError,
+        lambda: lower(make(lambda p, x: VALUES[name](p, x).mean())),
+        "fzero.train_step",
+        "needs the value of a tensor",
+    )
 
 
 # --- blocks that are fine ---
@@ -484,14 +538,19 @@ FINE: dict[str, Callable[..., torch.Tensor]] = {
     "in place on its own": lambda p, x: fz.block(own_intermediates)(p, x).mean(),
     "nested": lambda p, x: fz.block(nested)(p, x).mean(),
     "under vmap": lambda p, x: torch.func.vmap(lambda row: linear(p, row[None]).mean())(x).sum(),
-    "under grad": lambda p, x: torch.func.grad(lambda w: (linear({"w": w, "b": p["b"]}, x) ** 2).mean())(p["w"]).pow(2).sum(),
+    "under grad": lambda p, x: (
+        torch.func.grad(lambda w: (linear({"w": w, "b": p["b"]}, x) ** 2).mean())(p["w"]).pow(2).sum()
+    ),
     "constants": lambda p, x: (linear(p, x, 3) * linear(p, x, heads=4, mode="a")).mean(),
     "partial": lambda p, x: (
-        fz.block(functools.partial(lambda by, q, z: z @ q["w"] * by, 3))(p, x) + fz.block(functools.partial(lambda by, q, z: z @ q["w"] * by, 4))(p, x)
+        fz.block(functools.partial(lambda by, q, z: z @ q["w"] * by, 3))(p, x)
+        + fz.block(functools.partial(lambda by, q, z: z @ q["w"] * by, 4))(p, x)
     ).mean(),
     "the same tensor twice": lambda p, x: fz.block(lambda q, a, b: (a @ q["w"]) * (b @ q["w"]))(p, x, x).mean(),
     "the same weight twice": lambda p, x: fz.block(lambda q, z: z @ q[0] + z @ q[1] * 2)((p["w"], p["w"]), x).mean(),
-    "its input back": lambda p, x: fz.block(lambda q, z: z)(p, x @ p["w"]).mean() + fz.block(lambda q, z: (z, q["w"], z))(p, x)[1].sum(),
+    "its input back": lambda p, x: (
+        fz.block(lambda q, z: z)(p, x @ p["w"]).mean() + fz.block(lambda q, z: (z, q["w"], z))(p, x)[1].sum()
+    ),
     "its input and a view": lambda p, x: fz.block(lambda q, z: (z, z.T, z[0]))(p, x @ p["w"])[1].pow(2).mean(),
     "trees and integers": pieces,
     "None in a tree": lambda p, x: fz.block(lambda q, z: (z @ q["w"], None))(p, x)[0].mean(),
@@ -510,7 +569,12 @@ def test_what_blocks_may_do(name: str) -> None:
     expected, metrics = step(step.init(PARAMS), BATCH)
     train = compiled(step)
     state, got = train(train.init(PARAMS), BATCH)
-    torch.testing.assert_close((state.params, got["loss"], got["grad_norm"]), (expected.params, metrics["loss"], metrics["grad_norm"]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        (state.params, got["loss"], got["grad_norm"]),
+        (expected.params, metrics["loss"], metrics["grad_norm"]),
+        rtol=1e-6,
+        atol=1e-7,
+    )
     assert lower(step).program.lines
 
 
@@ -560,8 +624,15 @@ def test_any_name_is_a_name(names: tuple[str, ...], block: str) -> None:
 
 
 def test_what_is_no_optimizer() -> None:
-    for wrong in (3, torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), (lambda p: None, lambda g, s, p: None), SimpleNamespace(init=1, update=2)):
-        raises(FzeroTypeError, lambda wrong=wrong: fz.train_step(loss_fn, wrong), type(wrong).__name__, "init and update")
+    for wrong in (
+        3,
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
+        (lambda p: None, lambda g, s, p: None),
+        SimpleNamespace(init=1, update=2),
+    ):
+        raises(
+            FzeroTypeError, lambda wrong=wrong: fz.train_step(loss_fn, wrong), type(wrong).__name__, "init and update"
+        )
 
 
 def optimizer(update: Any, init: Any = lambda params: {"mu": fz.tree.map(torch.zeros_like, params)}) -> Any:
@@ -614,7 +685,12 @@ def test_states_of_other_steps() -> None:
     train.init(PARAMS)
     raises(FzeroError, lambda: train(other.init(PARAMS), BATCH), "opt_state")
     half = {k: v.double() for k, v in PARAMS.items()}
-    raises(FzeroError, lambda: fz.compile(fz.mixed_precision(make(), "bf16"), mesh, backend="eager")(train.init(half), BATCH), "params['w']", "float64")
+    raises(
+        FzeroError,
+        lambda: fz.compile(fz.mixed_precision(make(), "bf16"), mesh, backend="eager")(train.init(half), BATCH),
+        "params['w']",
+        "float64",
+    )
 
 
 def test_a_plain_state_is_given_to_a_compiled_step() -> None:
@@ -649,7 +725,12 @@ def test_state_of_another_layout(run_ranks: Any, stages: tuple[int, int]) -> Non
     ranks = run_ranks(2, _layouts, stages, expect_error=True)
     leaf = "params['w']" if 3 in stages else "opt_state"
     for r in ranks:
-        assert r.type == "FzeroValueError" and leaf in r.message and "sharded over data" in r.message and "Fix: " in r.message, r
+        assert (
+            r.type == "FzeroValueError"
+            and leaf in r.message
+            and "sharded over data" in r.message
+            and "Fix: " in r.message
+        ), r
         assert "float32[4, 3] whole" in r.message
 
 
@@ -671,7 +752,12 @@ def _evaluates_whole() -> None:
 @pytest.mark.parametrize("fn", [_plain_state, _evaluates, _evaluates_whole], ids=lambda f: f.__name__)
 def test_layouts_that_do_not_fit(run_ranks: Any, fn: Any) -> None:
     for r in run_ranks(2, fn, expect_error=True):
-        assert r.type == "FzeroValueError" and "params['w']" in r.message and "sharded over data" in r.message and "Fix: " in r.message, r
+        assert (
+            r.type == "FzeroValueError"
+            and "params['w']" in r.message
+            and "sharded over data" in r.message
+            and "Fix: " in r.message
+        ), r
 
 
 def _bad(kind: str) -> None:
@@ -699,7 +785,9 @@ def test_every_rank_raises_its_own_error(run_ranks: Any, kind: str, type_: str, 
 
 def _auxiliary() -> Any:
     mesh = fz.make_mesh(data=2)
-    step = make(lambda p, x: (loss_fn(p, x), {"a": x.mean(0), "w": p["w"], "n": fz.weighted(x.sum(), x.numel())}), has_aux=True)
+    step = make(
+        lambda p, x: (loss_fn(p, x), {"a": x.mean(0), "w": p["w"], "n": fz.weighted(x.sum(), x.numel())}), has_aux=True
+    )
     out = []
     for transform in (fz.remat("full"), fz.accumulate(3)):
         train = fz.compile(transform(fz.shard_params(step)), mesh, backend="eager")

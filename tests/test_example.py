@@ -18,7 +18,24 @@ from scripts import ROOT, Script, as_main, environment, fresh_modules, losses, r
 
 import fzero as fz
 
-TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "12", "--accumulate", "2", "--backend", "eager", "--dtype", "fp32")
+TINY = (
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "32",
+    "--batch",
+    "12",
+    "--accumulate",
+    "2",
+    "--backend",
+    "eager",
+    "--dtype",
+    "fp32",
+)
 EXAMPLE = Script("train_gpt.py", TINY)
 KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
 
@@ -27,7 +44,19 @@ KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s"
 def straight(pool, tmp_path_factory):
     """Eight deterministic steps without a pause on 2 ranks under ZeRO-3, with checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("straight")
-    done = EXAMPLE.on(pool.run, "--steps", 8, "--save-every", 4, "--deterministic", "--out", folder / "out", "--json", folder / "log", ranks=2)
+    done = EXAMPLE.on(
+        pool.run,
+        "--steps",
+        8,
+        "--save-every",
+        4,
+        "--deterministic",
+        "--out",
+        folder / "out",
+        "--json",
+        folder / "log",
+        ranks=2,
+    )
     return folder, done.stdout
 
 
@@ -42,10 +71,22 @@ def test_what_a_run_prints_and_writes(straight):
     folder, printed = straight
     log = records(folder / "log")
     assert [r["step"] for r in log] == list(range(1, 9))
-    assert all(set(r) == KEYS and r["step_s"] > 0 and r["tokens_per_s"] == pytest.approx(12 * 32 / r["step_s"]) and r["peak_bytes"] > 1 << 20 for r in log)
+    assert all(
+        set(r) == KEYS
+        and r["step_s"] > 0
+        and r["tokens_per_s"] == pytest.approx(12 * 32 / r["step_s"])
+        and r["peak_bytes"] > 1 << 20
+        for r in log
+    )
     assert 5.4 < log[0]["loss"] < 5.7 and log[-1]["loss"] < log[0]["loss"] - 0.3, "log(256) is 5.545"
-    lines = re.findall(r"^step (\d)/8  loss ([\d.]+)  grad_norm [\d.]+  lr [\de.-]+  [\d,]+ tokens/s  [\d,]+ MiB$", printed, re.MULTILINE)
-    assert [(int(step), loss) for step, loss in lines] == [(r["step"], f"{r['loss']:.4f}") for r in log], "once each: only rank 0 prints"
+    lines = re.findall(
+        r"^step (\d)/8  loss ([\d.]+)  grad_norm [\d.]+  lr [\de.-]+  [\d,]+ tokens/s  [\d,]+ MiB$",
+        printed,
+        re.MULTILINE,
+    )
+    assert [(int(step), loss) for step, loss in lines] == [(r["step"], f"{r['loss']:.4f}") for r in log], (
+        "once each: only rank 0 prints"
+    )
     validation = re.search(r"^validation loss ([\d.]+); checkpoint of step 8 in (.*)$", printed, re.MULTILINE)
     assert validation and 3 < float(validation[1]) < 5.5 and Path(validation[2]) == folder / "out"
     assert "a sample:\n\n    def " in printed and "\x1b[" not in printed, "no terminal: no control characters"
@@ -55,7 +96,9 @@ def test_what_a_run_prints_and_writes(straight):
 def test_resume_on_the_same_mesh_is_exact(run_ranks, straight, tmp_path):
     folder, _ = straight
     out = at_step_4(folder, tmp_path)
-    done = EXAMPLE.on(run_ranks, "--steps", 8, "--save-every", 4, "--out", out, "--json", tmp_path / "log", "--resume", ranks=2)
+    done = EXAMPLE.on(
+        run_ranks, "--steps", 8, "--save-every", 4, "--out", out, "--json", tmp_path / "log", "--resume", ranks=2
+    )
     assert "resuming at step 4" in done.stdout
     assert losses(tmp_path / "log") == losses(folder / "log"), "to the last bit, and each step once"
 
@@ -64,7 +107,9 @@ def test_resume_on_the_same_mesh_is_exact(run_ranks, straight, tmp_path):
 def test_resume_on_another_mesh_and_stage(run_ranks, straight, tmp_path, ranks, zero):
     folder, _ = straight
     out = at_step_4(folder, tmp_path)
-    EXAMPLE.on(run_ranks, "--steps", 8, "--out", out, "--json", tmp_path / "log", "--resume", "--zero", zero, ranks=ranks)
+    EXAMPLE.on(
+        run_ranks, "--steps", 8, "--out", out, "--json", tmp_path / "log", "--resume", "--zero", zero, ranks=ranks
+    )
     assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log"), rel=1e-5)
 
 
@@ -75,9 +120,17 @@ def test_resume_of_a_finished_run_only_samples(run_ranks, straight, tmp_path):
 
 
 def test_printed_program(run_ranks, tmp_path):
-    done = EXAMPLE.on(run_ranks, "--steps", 1, "--zero", 2, "--dtype", "bf16", "--print-program", "--out", tmp_path / "out", ranks=2)
-    assert "#   shard_grads(axis='data')" in done.stdout and "#   mixed_precision(compute='bf16', params='fp32', reduce='fp32')" in done.stdout
-    assert done.stdout.count("reduce_scatter_start(") >= 3 and done.stdout.count("(step, params, opt_state, key, extras, batch):") == 1
+    done = EXAMPLE.on(
+        run_ranks, "--steps", 1, "--zero", 2, "--dtype", "bf16", "--print-program", "--out", tmp_path / "out", ranks=2
+    )
+    assert (
+        "#   shard_grads(axis='data')" in done.stdout
+        and "#   mixed_precision(compute='bf16', params='fp32', reduce='fp32')" in done.stdout
+    )
+    assert (
+        done.stdout.count("reduce_scatter_start(") >= 3
+        and done.stdout.count("(step, params, opt_state, key, extras, batch):") == 1
+    )
 
 
 def test_deterministic_runs_have_one_digest(run_ranks, straight, tmp_path):
@@ -86,7 +139,9 @@ def test_deterministic_runs_have_one_digest(run_ranks, straight, tmp_path):
         return found
 
     def again(*flags):
-        return digest(EXAMPLE.on(run_ranks, "--steps", 8, "--deterministic", "--out", tmp_path / "out", *flags, ranks=2).stdout)
+        return digest(
+            EXAMPLE.on(run_ranks, "--steps", 8, "--deterministic", "--out", tmp_path / "out", *flags, ranks=2).stdout
+        )
 
     assert again() == digest(straight[1]) != again("--steps", 1)
 
@@ -103,7 +158,9 @@ def test_products_in_8_bits(run_ranks, straight, tmp_path):
 def test_without_a_compiler_nothing_is_compiled(run_ranks, tmp_path, parse):
     script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()
-    done = script.on(run_ranks, "--layers", 1, "--steps", 1, "--out", tmp_path / "out", PATH=str(tmp_path / "bin"), CXX="")
+    done = script.on(
+        run_ranks, "--layers", 1, "--steps", 1, "--out", tmp_path / "out", PATH=str(tmp_path / "bin"), CXX=""
+    )
     assert done.stdout.startswith("note: there is no C++ compiler") and ", eager, " in done.stdout
     assert parse("--backend", "inductor").backend == "inductor"
     if fz.has_compiler():
@@ -136,7 +193,12 @@ BAD_FLAGS = {
     "argument --zero: invalid choice": ("--zero", 4),
     "unrecognized arguments: --accumlate": ("--accumlate", 2),
     "--lr -1 is not from 0 to 1e+39; --label-smoothing 2 is not from 0 to 1": ("--lr", -1, "--label-smoothing", 2),
-    "--z-loss nan is not from 0 to 1e+39; --timeout inf is not from 1 to 1e+39": ("--z-loss", "nan", "--timeout", "inf"),
+    "--z-loss nan is not from 0 to 1e+39; --timeout inf is not from 1 to 1e+39": (
+        "--z-loss",
+        "nan",
+        "--timeout",
+        "inf",
+    ),
     "--json no/where.json is no file in a folder that exists": ("--json", "no/where.json"),
     f"--out {__file__}/runs: {__file__} is no folder that can be written": ("--out", f"{__file__}/runs"),
 }
@@ -170,21 +232,41 @@ def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path)
     for i, damage in enumerate(DAMAGES):
         damage(out := at_step_4(straight[0], tmp_path / str(i)))
         done = EXAMPLE.on(run_ranks, "--steps", 8, "--resume", "--out", out, ranks=2, code=2)
-        assert done.stderr.count("Fix: ") == 1 and str(out) in done.stderr and "training" not in done.stdout, done.stderr
+        assert done.stderr.count("Fix: ") == 1 and str(out) in done.stderr and "training" not in done.stdout, (
+            done.stderr
+        )
     (file := tmp_path / "file").write_text("not a directory")
     done = EXAMPLE.on(run_ranks, "--steps", 8, "--resume", "--out", file, ranks=2, code=2)
-    assert done.stderr.count(f"{file} is no folder that can be written") == 1 and "training" not in done.stdout, done.stderr
+    assert done.stderr.count(f"{file} is no folder that can be written") == 1 and "training" not in done.stdout, (
+        done.stderr
+    )
 
 
 def test_other_data_is_refused_on_resume(run_ranks, straight, tmp_path):
-    done = EXAMPLE.on(run_ranks, "--steps", 9, "--out", straight[0] / "out", "--resume", "--seed", 1, "--batch", 24, "--seq", 16, ranks=2, code=2)
+    done = EXAMPLE.on(
+        run_ranks,
+        "--steps",
+        9,
+        "--out",
+        straight[0] / "out",
+        "--resume",
+        "--seed",
+        1,
+        "--batch",
+        24,
+        "--seq",
+        16,
+        ranks=2,
+        code=2,
+    )
     for text in ("seq: saved with 32, now 16", "batch: saved with 12, now 24", "seed: saved with 0, now 1"):
         assert done.stderr.count(text) == 1, done.stderr
     assert "digest: " not in done.stderr, "the corpus is the same"
 
 
 def test_batches_that_were_no_step_count_as_seen(run_ranks, tmp_path):
-    """In fp16, with parameters that a wild first step has made too large: a resumed run goes on with the next batch, not with the next step's number."""
+    """In fp16, with parameters that a wild first step has made too large: a resumed run goes on with the next batch,
+    not with the next step's number."""
     script = Script("train_gpt.py", (*EXAMPLE.tiny[:-1], "fp16", "--lr", "1e6", "--out", str(tmp_path / "out")))
     script.on(run_ranks, "--steps", 3)
     saved = fz.checkpoint.describe(tmp_path / "out")
@@ -199,7 +281,9 @@ def test_bad_flags_are_told_by_one_rank(run_ranks, tmp_path):
 
 
 def test_resume_from_another_model(run_ranks, straight):
-    done = EXAMPLE.on(run_ranks, "--steps", 8, "--out", straight[0] / "out", "--resume", "--width", 64, "--layers", 3, code=2)
+    done = EXAMPLE.on(
+        run_ranks, "--steps", 8, "--out", straight[0] / "out", "--resume", "--width", 64, "--layers", 3, code=2
+    )
     assert "params.layers.2.qkv" in done.stderr and "params.head.vocab" in done.stderr
 
 
@@ -231,7 +315,9 @@ def test_the_readmes_tour_runs(tmp_path, monkeypatch, capsys):
     assert names["metrics"]["finite"] and "def train(" in capsys.readouterr().out
     on_8 = fz.shard_params(fz.train_step(names["loss_fn"], names["step"].optimizer))
     real = str(fz.lower(on_8, fz.AbstractMesh(data=8), names["init"], names["batch"]))
-    missing = [line for line in program.splitlines() if line.strip() not in ("...", "") and line not in real.splitlines()]
+    missing = [
+        line for line in program.splitlines() if line.strip() not in ("...", "") and line not in real.splitlines()
+    ]
     assert not missing, "lines of the README that the program does not have (any more)"
 
 
@@ -251,18 +337,37 @@ def terminated(rank: int, log: str, *flags: str) -> tuple[int, str]:
 
 def test_sigterm_to_any_rank_saves_the_step_on_all(run_ranks, tmp_path):
     out = tmp_path / "out"
-    ended = run_ranks(2, terminated, 1, str(tmp_path / "log"), "--steps", "2000", "--save-every", "1500", "--out", str(out), timeout=200)
+    ended = run_ranks(
+        2,
+        terminated,
+        1,
+        str(tmp_path / "log"),
+        "--steps",
+        "2000",
+        "--save-every",
+        "1500",
+        "--out",
+        str(out),
+        timeout=200,
+    )
     assert [code for code, _ in ended] == [143, 143]
     stopped = re.search(r"^stopped at step (\d+); continue with --resume$", ended[0][1], re.MULTILINE)
-    assert stopped and fz.checkpoint.describe(out).step == int(stopped[1]) == records(tmp_path / "log")[-1]["step"] < 1500
+    assert (
+        stopped and fz.checkpoint.describe(out).step == int(stopped[1]) == records(tmp_path / "log")[-1]["step"] < 1500
+    )
 
 
 def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
-    """One command: it starts, a rank is killed, torchrun starts both again, they go on from the last save, and SIGTERM loses nothing."""
+    """One command: it starts, a rank is killed, torchrun starts both again, they go on from the last save, and SIGTERM
+    loses nothing."""
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")
     out, log = tmp_path / "out", tmp_path / "log"
-    command = EXAMPLE.command("--steps", 3000, "--save-every", 3, "--timeout", 60, "--out", out, "--json", log, "--resume", ranks=2)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    command = EXAMPLE.command(
+        "--steps", 3000, "--save-every", 3, "--timeout", 60, "--out", out, "--json", log, "--resume", ranks=2
+    )
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
 
     def until(condition) -> None:
         deadline = time.monotonic() + 240

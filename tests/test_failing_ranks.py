@@ -1,4 +1,5 @@
-"""A rank that fails, or is stopped, while the others wait for it: they hear of it and why, at once, and none is left waiting. One that raises alike goes on."""
+"""A rank that fails, or is stopped, while the others wait for it: they hear of it and why, at once, and none is left
+waiting. One that raises alike goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def raises(error: BaseException) -> Callable[..., Any]:
 
 
 def one_after_another(folder: str) -> tuple[dict[str, str], float]:
-    """What each failure is on this rank; and the loss of a step after all of them, for which the ranks must be where they were. Ten minutes are waited."""
+    """What each failure is on this rank; and the loss of a step after all of them, for which the ranks must be where
+    they were. Ten minutes are waited."""
     mesh = fz.make_mesh(data=2)
     failing = mesh.rank == 1
     train = fz.compile(STEP, mesh, backend="eager")
@@ -44,11 +46,21 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float]:
     planned = fz.compile(fz.offload("cpu", "opt_state")(STEP), mesh, backend="eager", memory_budget="1GB")
     said = {
         "build": fails(compiled, "build", RuntimeError("no space left"), lambda: train(state, BATCH)),
-        "rates": fails(compiled, "get_device", RuntimeError("cannot measure"), lambda: planned(planned.init(PARAMS), BATCH), here=mesh.rank == 0),
-        "stopped": fails(torch, "ones", KeyboardInterrupt(), lambda: agree.everywhere(mesh, "init", lambda: torch.ones(1))),
+        "rates": fails(
+            compiled,
+            "get_device",
+            RuntimeError("cannot measure"),
+            lambda: planned(planned.init(PARAMS), BATCH),
+            here=mesh.rank == 0,
+        ),
+        "stopped": fails(
+            torch, "ones", KeyboardInterrupt(), lambda: agree.everywhere(mesh, "init", lambda: torch.ones(1))
+        ),
         "compared": fails(replicas, "digest", RuntimeError("out of memory"), lambda: train.init(PARAMS)),
         "saved": fails(replicas, "digest", RuntimeError("out of memory"), lambda: fz.checkpoint.save(folder, state)),
-        "saving": fails(fz.checkpoint.saving, "write_rank_file", KeyboardInterrupt(), lambda: fz.checkpoint.save(folder, state)),
+        "saving": fails(
+            fz.checkpoint.saving, "write_rank_file", KeyboardInterrupt(), lambda: fz.checkpoint.save(folder, state)
+        ),
     }
     state, metrics = train(state, BATCH)
     if failing:  # what it writes down is nobody's error, and what the loss reads is everybody's
@@ -62,10 +74,17 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float]:
 def test_a_rank_that_fails_keeps_nobody_waiting(run_ranks: Any, tmp_path: Path) -> None:
     (other, loss), (failing, same) = run_ranks(2, one_after_another, str(tmp_path), timeout=90)
     assert loss == same == 9.0 and not list(tmp_path.iterdir())
-    assert failing["build"] == "RuntimeError: no space left" and "rank 1: RuntimeError: no space left" in other["build"], other
+    assert (
+        failing["build"] == "RuntimeError: no space left" and "rank 1: RuntimeError: no space left" in other["build"]
+    ), other
     assert failing["rates"] == other["rates"] and "rank 0: RuntimeError: cannot measure" in other["rates"], other
     assert failing["stopped"].startswith("KeyboardInterrupt") and "rank 1: KeyboardInterrupt" in other["stopped"], other
-    assert failing["compared"] == "RuntimeError: out of memory" and "rank 1: RuntimeError: out of memory" in other["compared"], other
+    assert (
+        failing["compared"] == "RuntimeError: out of memory"
+        and "rank 1: RuntimeError: out of memory" in other["compared"]
+    ), other
     assert failing["saved"] == other["saved"] and "rank 1: RuntimeError: out of memory" in other["saved"], other
-    assert failing["settings"] == other["settings"] and "CONFIG['scale']: 1.0 before, 2.0 now" in other["settings"], other
+    assert failing["settings"] == other["settings"] and "CONFIG['scale']: 1.0 before, 2.0 now" in other["settings"], (
+        other
+    )
     assert failing["saving"].startswith("KeyboardInterrupt") and "rank 1: KeyboardInterrupt" in other["saving"], other

@@ -1,4 +1,5 @@
-"""fp8: what is rounded how, against a reference written by hand; which products; that no transform changes a bit; what it costs; what cannot be had."""
+"""fp8: what is rounded how, against a reference written by hand; which products; that no transform changes a bit; what
+it costs; what cannot be had."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def nearest(x: float, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@given(st.lists(st.floats(min_value=-(2.0**60), max_value=2.0**60, width=32, allow_subnormal=False), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.floats(min_value=-(2.0**60), max_value=2.0**60, width=32, allow_subnormal=False), min_size=1, max_size=9
+    )
+)
 def test_numbers_are_rounded_to_nearest_by_a_power_of_two(dtype, values):
     x = torch.tensor(values)
     q, scale = quantized(x, dtype)
@@ -57,7 +62,9 @@ def test_numbers_are_rounded_to_nearest_by_a_power_of_two(dtype, values):
     assert power[0] == 0.5
     if most > 2.0**-90:
         assert torch.finfo(dtype).max / 2 <= most / scale.item() < torch.finfo(dtype).max * (1 + 2**-23)
-        assert [y * scale.item() for y in q.float().tolist()] == [nearest(v / scale.item(), dtype) * scale.item() for v in values]
+        assert [y * scale.item() for y in q.float().tolist()] == [
+            nearest(v / scale.item(), dtype) * scale.item() for v in values
+        ]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -83,7 +90,9 @@ def test_zeros_are_zeros():
 def scale_by_hand(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
     """The smallest power of two with every |x| / scale below the format's largest number."""
     most = x.abs().max().reshape(1, 1) if dim is None else x.abs().max(dim, keepdim=True).values
-    return torch.ldexp(torch.ones_like(most, dtype=torch.float32), torch.frexp(most.float() / torch.finfo(dtype).max).exponent)
+    return torch.ldexp(
+        torch.ones_like(most, dtype=torch.float32), torch.frexp(most.float() / torch.finfo(dtype).max).exponent
+    )
 
 
 def by_hand(a: torch.Tensor, b: torch.Tensor, formats: tuple[torch.dtype, torch.dtype], rows: bool) -> torch.Tensor:
@@ -165,7 +174,9 @@ def init(key: torch.Tensor) -> Any:
     keys = iter(fz.random.split(key, 10))
 
     def matrix(*shape: int) -> torch.Tensor:
-        spread = torch.exp2(-torch.arange(shape[0]).float() / 1.5)  # rows of very different sizes: with one scale for all the last are subnormal
+        spread = torch.exp2(
+            -torch.arange(shape[0]).float() / 1.5
+        )  # rows of very different sizes: with one scale for all the last are subnormal
         return 0.3 * fz.random.normal(next(keys), shape) * spread[:, None]
 
     layers = [{"up": matrix(WIDTH, 48), "down": matrix(WIDTH, 48), "bias": torch.zeros(48)} for _ in range(3)]
@@ -181,7 +192,9 @@ def batches(num: int = 3) -> list[dict[str, torch.Tensor]]:
 LR = 1e-3
 
 
-def trained(*transforms: Any, loss: Any = LOSS, backend: str = "eager", mesh: Any = None) -> tuple[list[torch.Tensor], Any]:
+def trained(
+    *transforms: Any, loss: Any = LOSS, backend: str = "eager", mesh: Any = None
+) -> tuple[list[torch.Tensor], Any]:
     mesh = mesh or fz.make_mesh(data=-1)
     train = fz.compile(fz.compose(*transforms)(fz.train_step(loss, optim.sgd(LR))), mesh, backend=backend)
     state, losses = train.init(init, fz.random.key(0)), []
@@ -205,7 +218,9 @@ def test_a_step_is_what_one_writes_by_hand(scales):
         leaves = [x.clone().requires_grad_() for x in fz.tree.leaves(want)]
         loss = reference_loss(scales == "row")(fz.tree.unflatten(fz.tree.structure(want), leaves), batch)
         grads = torch.autograd.grad(loss, leaves)
-        want = fz.tree.unflatten(fz.tree.structure(want), [x.detach() - LR * g for x, g in zip(leaves, grads, strict=True)])
+        want = fz.tree.unflatten(
+            fz.tree.structure(want), [x.detach() - LR * g for x, g in zip(leaves, grads, strict=True)]
+        )
         found.append(loss.detach())
     assert same(found, losses) and same(want, params)
 
@@ -229,7 +244,8 @@ def test_scales_differ_where_rows_differ():
 
 
 def products(p, x):
-    """Every product with `w`: by @, by linear with a bias, by einsum, by bmm of one, of two axes at once; and what is none: a part of it, two of a batch."""
+    """Every product with `w`: by @, by linear with a bias, by einsum, by bmm of one, of two axes at once; and what is
+    none: a part of it, two of a batch."""
     a = F.linear(x, p["w"], p["b"])
     a = torch.einsum("btd,de->bte", a, p["w"]) + torch.matmul(a, p["w"].T)
     a = torch.bmm(a.reshape(1, -1, WIDTH), p["w"][None]).view(a.shape) + (a @ p["w"].to(torch.float64).float())
@@ -237,7 +253,11 @@ def products(p, x):
 
 
 def product_nodes(program: Any) -> dict[str, int]:
-    names = ["scaled_mm" if n.target is scaled_mm else "mm" for n in every_node(program) if n.target is scaled_mm or "mm" in str(n.target)]
+    names = [
+        "scaled_mm" if n.target is scaled_mm else "mm"
+        for n in every_node(program)
+        if n.target is scaled_mm or "mm" in str(n.target)
+    ]
     return {name: names.count(name) for name in set(names)}
 
 
@@ -253,14 +273,20 @@ def test_products_however_written(in_block):
     params = {"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH), "other": torch.randn(WIDTH, WIDTH + 16)}
     program = fz.lower(fz.fp8(step), fz.AbstractMesh(data=1), params, torch.empty(2, TOKENS, WIDTH)).program
     found = product_nodes(program)
-    assert found["scaled_mm"] == 5 * 3 - 1, "each forward, gradient of its weight, gradient of its input; the batch needs none"
+    assert found["scaled_mm"] == 5 * 3 - 1, (
+        "each forward, gradient of its weight, gradient of its input; the batch needs none"
+    )
     assert found["mm"] == 6, "of a part of a leaf, and of a batch of matrices"
 
 
 def test_formats_and_dtypes_of_the_products():
     step = fz.fp8(fz.mixed_precision(fz.train_step(LOSS, optim.sgd(LR)), "bf16"))
     program = fz.lower(step, fz.AbstractMesh(data=1), init, batches()[0]).program
-    kinds = [(*(a.meta["val"].dtype for a in n.args[:2]), n.meta["val"].dtype) for n in every_node(program) if n.target is scaled_mm]
+    kinds = [
+        (*(a.meta["val"].dtype for a in n.args[:2]), n.meta["val"].dtype)
+        for n in every_node(program)
+        if n.target is scaled_mm
+    ]
     assert set(kinds) == {(E4M3, E4M3, torch.bfloat16), (E5M2, E4M3, torch.bfloat16), (E4M3, E5M2, torch.bfloat16)}
     assert not [n for n in every_node(program) if n.target is torch.ops.aten.mm.default]
 
@@ -270,10 +296,17 @@ def test_formats_and_dtypes_of_the_products():
 
 def test_other_transforms_change_no_bit():
     want = alone(fz.fp8())
-    for others in [(fz.remat("full"),), (fz.remat("none"),), (fz.remat(0.5),), (fz.offload("cpu", ("params", "opt_state")),)]:
+    for others in [
+        (fz.remat("full"),),
+        (fz.remat("none"),),
+        (fz.remat(0.5),),
+        (fz.offload("cpu", ("params", "opt_state")),),
+    ]:
         assert same(alone(fz.fp8(), *others), want), others
     micro = alone(fz.fp8(), fz.accumulate(2))
-    assert same(alone(fz.fp8(), fz.accumulate(2, vertical=True)), micro) and not same(micro, want), "scales are those of a micro-batch"
+    assert same(alone(fz.fp8(), fz.accumulate(2, vertical=True)), micro) and not same(micro, want), (
+        "scales are those of a micro-batch"
+    )
 
 
 def on_ranks(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -305,7 +338,9 @@ def test_compiled_it_rounds_the_same(compiled_here):
         function = Function("both", record(lambda *xs: both(*xs), fakes, owner="test", names=["x", "y"]))
     mesh = fz.make_mesh(data=1)
     eager, compiled = (build({"both": function}, backend, mesh)["both"](x, y) for backend in ("eager", "inductor"))
-    assert all(torch.equal(a, b) for a, b in zip(eager[1:3], compiled[1:3], strict=True)) and torch.equal(eager[4], compiled[4])
+    assert all(torch.equal(a, b) for a, b in zip(eager[1:3], compiled[1:3], strict=True)) and torch.equal(
+        eager[4], compiled[4]
+    )
     assert (eager[0] == compiled[0]).float().mean() > 0.99, "but for tanh, in its last bit"
     torch.testing.assert_close(eager[3].float(), compiled[3].float(), rtol=2**-7, atol=1e-6)
 
@@ -329,7 +364,9 @@ def test_order_of_transforms():
 def test_an_evaluation_rounds_as_the_forward_does():
     params, batch = init(fz.random.key(0)), batches()[0]
     evaluate = fz.compile(fz.fp8(fz.eval_step(LOSS)), fz.make_mesh(data=1), backend="eager")
-    assert torch.equal(evaluate(params, batch), reference_loss(False)(params, batch)) and not torch.equal(evaluate(params, batch), LOSS(params, batch))
+    assert torch.equal(evaluate(params, batch), reference_loss(False)(params, batch)) and not torch.equal(
+        evaluate(params, batch), LOSS(params, batch)
+    )
 
 
 def test_it_learns_as_bf16_does():
@@ -368,7 +405,11 @@ def used_twice(params, batch):
 
 def used_twice_init(key: torch.Tensor) -> Any:
     made = init(key)
-    made |= {"only": made["table"].T.reshape(16, WIDTH).contiguous(), "read": torch.eye(WIDTH), "part": torch.ones(WIDTH, 24) / 16}
+    made |= {
+        "only": made["table"].T.reshape(16, WIDTH).contiguous(),
+        "read": torch.eye(WIDTH),
+        "part": torch.ones(WIDTH, 24) / 16,
+    }
     del made["table"]
     return made
 
@@ -385,12 +426,18 @@ def gathered(lowered: Any) -> dict[str, torch.dtype]:
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_what_only_products_read_travels_in_8_bits(compute):
-    step = fz.compose(fz.shard_params(), fz.mixed_precision(compute), fz.fp8())(fz.train_step(used_twice, optim.sgd(LR)))
+    step = fz.compose(fz.shard_params(), fz.mixed_precision(compute), fz.fp8())(
+        fz.train_step(used_twice, optim.sgd(LR))
+    )
     found = gathered(fz.lower(step, fz.AbstractMesh(data=2), used_twice_init, models.meta_part(batches()[0], 2)))
     whole = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
     matrices = {"params['only']", *(f"params['layers'][{i}]['{name}']" for i in range(3) for name in ("up", "down"))}
     assert found == {path: E4M3 if path in matrices else whole for path in found} and matrices < found.keys()
-    assert not {E4M3} & {*gathered(fz.lower(fz.fp8(fz.shard_params(fz.train_step(used_twice, optim.sgd(LR))), scales="row"), *LOWERED)).values()}
+    assert not {E4M3} & {
+        *gathered(
+            fz.lower(fz.fp8(fz.shard_params(fz.train_step(used_twice, optim.sgd(LR))), scales="row"), *LOWERED)
+        ).values()
+    }
 
 
 LOWERED = (fz.AbstractMesh(data=2), used_twice_init, models.meta_part(batches()[0], 2))
@@ -408,16 +455,25 @@ def test_equal_blocks_share_what_makes_their_scales():
 def test_bytes_gathered_and_reduced(num_ranks):
     """A byte an element and gather, those of layers but the last twice; scales once a step, 4 bytes each, two ways."""
     program = fz.lower(
-        fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.fp8(), fz.accumulate(2))(fz.train_step(LOSS, optim.sgd(LR))),
+        fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.fp8(), fz.accumulate(2))(
+            fz.train_step(LOSS, optim.sgd(LR))
+        ),
         fz.AbstractMesh(data=num_ranks),
         init,
-        models.meta_part(batches()[0], num_ranks) if num_ranks == 2 else {k: torch.empty(2, TOKENS, 16, device="meta") for k in "xy"},
+        models.meta_part(batches()[0], num_ranks)
+        if num_ranks == 2
+        else {k: torch.empty(2, TOKENS, 16, device="meta") for k in "xy"},
     ).program
     values = program.values()
-    sent = {op: sum(n * transfer_bytes(x, values, program.mesh) for x, n in program.walk() if x.op == op and x.by == by) for op, by in SENT}
+    sent = {
+        op: sum(n * transfer_bytes(x, values, program.mesh) for x, n in program.walk() if x.op == op and x.by == by)
+        for op, by in SENT
+    }
     matrices, biases, table = 2 * WIDTH * 48, 2 * 48, 16 * WIDTH
     share = (num_ranks - 1) / num_ranks
-    assert sent["all_gather_start"] == share * 2 * (2 * 3 * (matrices + biases) + 2 * table), "each micro-batch: layers twice, the table twice"
+    assert sent["all_gather_start"] == share * 2 * (2 * 3 * (matrices + biases) + 2 * table), (
+        "each micro-batch: layers twice, the table twice"
+    )
     assert sent["all_reduce_start"] == 2 * 4 * 7 * (num_ranks - 1) // num_ranks
 
 
@@ -425,11 +481,14 @@ SENT = [("all_gather_start", "shard_params"), ("all_reduce_start", "fp8")]
 
 
 def on_ranks_gathered(compute: str) -> list[Any]:
-    """Trained with parameters that travel in 8 bits, and with all of them read by something else besides, so that none does."""
+    """Trained with parameters that travel in 8 bits, and with all of them read by something else besides, so that none
+    does."""
     mesh, out = fz.make_mesh(data=-1), []
     for loss in (LOSS, read_besides):
         for backend in ("eager",):
-            out.append(trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), loss=loss, mesh=mesh, backend=backend))
+            out.append(
+                trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), loss=loss, mesh=mesh, backend=backend)
+            )
     return out
 
 
@@ -450,7 +509,9 @@ def test_the_bits_are_those_of_whole_parameters(run_ranks, compute):
 
 def large(*transforms: Any, tokens: int = 4096, width: int = 1024) -> Any:
     square = torch.empty(width, width, device="meta")
-    layers = [{"up": square.clone(), "down": square.clone(), "bias": torch.empty(width, device="meta")} for _ in range(2)]
+    layers = [
+        {"up": square.clone(), "down": square.clone(), "bias": torch.empty(width, device="meta")} for _ in range(2)
+    ]
     params: Any = {"layers": layers, "table": square}
     batch = {"x": torch.empty(1, tokens, width, device="meta"), "y": torch.empty(1, tokens, width, device="meta")}
     step = fz.compose(fz.mixed_precision("bf16"), *transforms)(fz.train_step(LOSS, optim.sgd(LR)))
@@ -465,7 +526,9 @@ def test_products_are_priced_at_the_rate_of_8_bits():
             for dtype, n in cost_of(fp8.program.functions[line.fn]).flops.items():
                 flops[dtype] = flops.get(dtype, 0.0) + times * n
     one = 2 * 4096 * 1024 * 1024
-    assert flops == {E4M3: 9 * one, E5M2: 8 * one}, "by the first operand: in 3 gradients of weights that is what the forward left"
+    assert flops == {E4M3: 9 * one, E5M2: 8 * one}, (
+        "by the first operand: in 3 gradients of weights that is what the forward left"
+    )
     assert model_flops(fp8.program) == model_flops(plain.program) == 17 * one == hardware_flops(fp8.program)
     assert fp8.device.rate(E4M3) == fp8.device.rate(E5M2) == 2 * fp8.device.rate(torch.bfloat16) * (1979 / 1978)
     assert fp8.plan.step_seconds < plain.plan.step_seconds
@@ -475,7 +538,12 @@ def kept(program: Any) -> Counter[int]:
     """How often the backward of a layer reads something of so many bytes besides its gradient."""
     values = program.values()
     lines = [line for line, _ in program.walk() if line.attrs.get("backward")]
-    return Counter(values[a].nbytes for line in lines for a in line.args if a not in line.attrs["inputs"][line.attrs["joint"].num_inputs :])
+    return Counter(
+        values[a].nbytes
+        for line in lines
+        for a in line.args
+        if a not in line.attrs["inputs"][line.attrs["joint"].num_inputs :]
+    )
 
 
 def saved(program: Any) -> list[Any]:
@@ -497,7 +565,8 @@ def test_blocks_keep_8_bits_of_activations_and_none_of_parameters(policy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [False, True])
 def test_operands_lie_as_tensor_cores_read_them(monkeypatch, formats, dtype, rows):
-    """Whatever views they are. PyTorch's own rules for CUDA are asked, on fake tensors; the values are those of the emulation."""
+    """Whatever views they are. PyTorch's own rules for CUDA are asked, on fake tensors; the values are those of the
+    emulation."""
     calls = []
 
     def on_tensor_cores(a, b, scale_a, scale_b, dtype, fast):
@@ -506,14 +575,19 @@ def test_operands_lie_as_tensor_cores_read_them(monkeypatch, formats, dtype, row
             fakes = [compat.new_fake(mode, x.shape, x.dtype, "cuda", x.stride()) for x in (a, b, scale_a, scale_b)]
             out = real(fakes[0], fakes[1], fakes[2], fakes[3], dtype, fast)
         assert out.device.type == "cuda" and out.dtype is dtype and out.shape == (a.shape[0], b.shape[1])
-        assert not (scale_a.numel() > 1 and (b.dtype is E5M2 or dtype is not torch.bfloat16)), "kernels of older releases have no others by row"
+        assert not (scale_a.numel() > 1 and (b.dtype is E5M2 or dtype is not torch.bfloat16)), (
+            "kernels of older releases have no others by row"
+        )
         return scaled_matmul._emulated(a, b, scale_a, scale_b, dtype)
 
     real = compat.scaled_mm
     monkeypatch.setattr(compat, "scaled_mm", on_tensor_cores)
     x, y = torch.randn(32, 48), torch.randn(48, 64)
     for a, b in ((x, y), (x.t().contiguous().t(), y.t().contiguous().t())):
-        (qa, sa), (qb, sb) = quantized(a, formats[0], 1 if rows else None), quantized(b, formats[1], 0 if rows else None)
+        (qa, sa), (qb, sb) = (
+            quantized(a, formats[0], 1 if rows else None),
+            quantized(b, formats[1], 0 if rows else None),
+        )
         assert torch.equal(scaled_matmul._native(qa, qb, sa, sb, dtype), scaled_mm(qa, qb, sa, sb, dtype))
     assert {fast for _, fast in calls} == {formats == (E4M3, E4M3)}, "sums of fewer bits in the forward alone"
     assert {n for n, _ in calls} == {32 if rows and dtype is torch.bfloat16 and formats[1] is E4M3 else 1}
@@ -527,7 +601,9 @@ def test_devices(monkeypatch, capability):
     record.check_device(torch.device("cpu"))
     with pytest.raises(FzeroValueError, match="mps has no products"):
         record.check_device(torch.device("mps"))
-    refused = pytest.raises(FzeroValueError, match=r"a card has no products in float8(.|\n)*Fix: a CUDA device of capability 8\.9")
+    refused = pytest.raises(
+        FzeroValueError, match=r"a card has no products in float8(.|\n)*Fix: a CUDA device of capability 8\.9"
+    )
     with contextlib.nullcontext() if capability >= (8, 9) else refused:
         record.check_device(torch.device("cuda"))
 
@@ -576,7 +652,12 @@ def test_what_where_accepts_and_cannot_be_is_named():
     with pytest.raises(TransformError) as caught:
         fz.lower(step, fz.AbstractMesh(data=1), params, torch.zeros(16, 16))
     text = str(caught.value)
-    for why in ("['bias'] (float32[32]): 1-d", "['cube'] (float32[2, 16, 16]): 3-d", "['odd'] (float32[24, 31]): 24 and 31: no multiples of 16", "['index']"):
+    for why in (
+        "['bias'] (float32[32]): 1-d",
+        "['cube'] (float32[2, 16, 16]): 3-d",
+        "['odd'] (float32[24, 31]): 24 and 31: no multiples of 16",
+        "['index']",
+    ):
         assert why in text
     assert "params['w']" not in text and text.splitlines()[-1].startswith("Fix: ")
 
@@ -586,7 +667,9 @@ def test_a_step_without_any_product_in_8_bits():
     step = fz.fp8(fz.train_step(lambda p, x: (x @ p["w"]).sum() + p["read"].sum(), optim.sgd(LR)))
     with pytest.raises(TransformError) as caught:
         fz.lower(step, fz.AbstractMesh(data=1), params, torch.zeros(6, 16))
-    assert "params['w']: its products are of 6 x 16 x 32" in str(caught.value) and "params['read']: no product reads the whole of it" in str(caught.value)
+    assert "params['w']: its products are of 6 x 16 x 32" in str(
+        caught.value
+    ) and "params['read']: no product reads the whole of it" in str(caught.value)
 
 
 def test_arguments():

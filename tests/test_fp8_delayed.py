@@ -1,4 +1,5 @@
-"""fp8 with delayed scaling: against a reference written by hand; what is remembered; that no transform changes a bit; what it costs; what cannot be had."""
+"""fp8 with delayed scaling: against a reference written by hand; what is remembered; that no transform changes a bit;
+what it costs; what cannot be had."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def delayed(history: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@given(st.lists(st.floats(min_value=-(2.0**30), max_value=2.0**30, width=32, allow_subnormal=False), min_size=1, max_size=9), st.integers(-9, 9))
+@given(
+    st.lists(
+        st.floats(min_value=-(2.0**30), max_value=2.0**30, width=32, allow_subnormal=False), min_size=1, max_size=9
+    ),
+    st.integers(-9, 9),
+)
 def test_numbers_are_rounded_to_nearest_and_to_the_largest_at_most(dtype, values, power):
     found = saturated(torch.tensor(values), torch.tensor(2.0**power), dtype).float().tolist()
     most = torch.finfo(dtype).max
@@ -44,7 +50,9 @@ def test_numbers_are_rounded_to_nearest_and_to_the_largest_at_most(dtype, values
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_what_is_not_finite_stays_so(dtype):
-    assert not saturated(torch.tensor([math.nan, math.inf, -math.inf]), torch.tensor(4.0), dtype).float().isfinite().any()
+    assert (
+        not saturated(torch.tensor([math.nan, math.inf, -math.inf]), torch.tensor(4.0), dtype).float().isfinite().any()
+    )
 
 
 # what is remembered
@@ -93,29 +101,45 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (qx, qw), (transposed, name, book) = ctx.saved_tensors, ctx.rest
         qd = book.rounded(tangents[0], (name, True), E5M2)
-        return torch.mm(qd, qw if transposed else qw.t()), torch.mm(qd.t(), qx) if transposed else torch.mm(qx.t(), qd), None, None, None
+        return (
+            torch.mm(qd, qw if transposed else qw.t()),
+            torch.mm(qd.t(), qx) if transposed else torch.mm(qx.t(), qd),
+            None,
+            None,
+            None,
+        )
 
 
 def by_hand(book: Book, num_steps: int = STEPS) -> tuple[list[torch.Tensor], Any]:
     """Losses and parameters after steps of gradient descent."""
     want, losses = init(fz.random.key(0)), []
     for batch in batches(num_steps):
-        leaves = {p: x.clone().requires_grad_() for p, x in zip(fz.tree.paths(want, ""), fz.tree.leaves(want), strict=True)}
+        leaves = {
+            p: x.clone().requires_grad_() for p, x in zip(fz.tree.paths(want, ""), fz.tree.leaves(want), strict=True)
+        }
         name = {id(x): p for p, x in leaves.items()}
 
         def product(transposed: bool, x: torch.Tensor, w: torch.Tensor, name: Any = name) -> torch.Tensor:
-            return Product.apply(x.reshape(-1, x.shape[-1]), w, transposed, name[id(w)], book).reshape(*x.shape[:-1], -1)
+            return Product.apply(x.reshape(-1, x.shape[-1]), w, transposed, name[id(w)], book).reshape(
+                *x.shape[:-1], -1
+            )
 
         ways = {"x w": functools.partial(product, False), "x w.T": functools.partial(product, True)}
-        loss = loss_of(functools.partial(mlp, product=ways), ways)(fz.tree.unflatten(fz.tree.structure(want), list(leaves.values())), batch)
+        loss = loss_of(functools.partial(mlp, product=ways), ways)(
+            fz.tree.unflatten(fz.tree.structure(want), list(leaves.values())), batch
+        )
         grads = torch.autograd.grad(loss, list(leaves.values()))
-        want = fz.tree.unflatten(fz.tree.structure(want), [x.detach() - LR * g for x, g in zip(leaves.values(), grads, strict=True)])
+        want = fz.tree.unflatten(
+            fz.tree.structure(want), [x.detach() - LR * g for x, g in zip(leaves.values(), grads, strict=True)]
+        )
         losses.append(loss.detach())
         book.turn()
     return losses, want
 
 
-def trained(*transforms: Any, mesh: Any = None, loss: Any = LOSS, num_steps: int = STEPS, backend: str = "eager") -> tuple[Any, Any, Any]:
+def trained(
+    *transforms: Any, mesh: Any = None, loss: Any = LOSS, num_steps: int = STEPS, backend: str = "eager"
+) -> tuple[Any, Any, Any]:
     """Losses, parameters and history after a few steps."""
     mesh = mesh or fz.make_mesh(data=-1)
     train = fz.compile(fz.compose(*transforms)(fz.train_step(loss, optim.sgd(LR))), mesh, backend=backend)
@@ -147,7 +171,12 @@ def test_a_step_is_what_one_writes_by_hand(history):
 
 def test_other_transforms_change_no_bit():
     want = alone(delayed())
-    for others in [(fz.remat("full"),), (fz.remat("none"),), (fz.remat(0.5),), (fz.offload("cpu", ("params", "opt_state", "activations")),)]:
+    for others in [
+        (fz.remat("full"),),
+        (fz.remat("none"),),
+        (fz.remat(0.5),),
+        (fz.offload("cpu", ("params", "opt_state", "activations")),),
+    ]:
         assert same(alone(delayed(), *others), want), others
     micro = alone(delayed(), fz.accumulate(2))
     assert same(alone(delayed(), fz.accumulate(2, vertical=True)), micro)
@@ -168,7 +197,8 @@ def test_two_ranks_are_two_micro_batches(run_ranks):
 
 
 def test_how_the_batch_is_cut_decides_no_rounding():
-    """A micro-batch's gradients are twice those of the whole, by a power of two; what else changes is the order of sums. Current scales change with it."""
+    """A micro-batch's gradients are twice those of the whole, by a power of two; what else changes is the order of
+    sums. Current scales change with it."""
     whole, halves = (alone(delayed(), *more, num_steps=1) for more in [(), (fz.accumulate(2),)])
     assert torch.equal(whole[2] * torch.tensor([1.0, 2.0])[:, None], halves[2])
 
@@ -201,14 +231,26 @@ def attention_loss(params, batch):
 
 
 def attention_init(key):
-    return {name: {n: fz.random.normal(fz.random.fold_in(key, i), (16, 16)) for i, n in enumerate("qkv")} for name in ("first", "second")}
+    return {
+        name: {n: fz.random.normal(fz.random.fold_in(key, i), (16, 16)) for i, n in enumerate("qkv")}
+        for name in ("first", "second")
+    }
 
 
 def test_what_several_parameters_multiply_is_rounded_once():
-    step = fz.lower(delayed()(fz.train_step(attention_loss, optim.sgd(LR))), fz.AbstractMesh(data=1), attention_init, torch.empty(16, 16))
+    step = fz.lower(
+        delayed()(fz.train_step(attention_loss, optim.sgd(LR))),
+        fz.AbstractMesh(data=1),
+        attention_init,
+        torch.empty(16, 16),
+    )
     program = step.program
-    forward = program.functions[next(line.fn for line in program.lines if line.op == "call" and "joint" in line.attrs)].graph
-    to_fp8 = [n for n in forward.graph.nodes if n.target is torch.ops.aten._to_copy.default and n.meta["val"].dtype is E4M3]
+    forward = program.functions[
+        next(line.fn for line in program.lines if line.op == "call" and "joint" in line.attrs)
+    ].graph
+    to_fp8 = [
+        n for n in forward.graph.nodes if n.target is torch.ops.aten._to_copy.default and n.meta["val"].dtype is E4M3
+    ]
     assert len(to_fp8) == 4, "q, k, v, and x once"
     calls = [line for line in program.lines if line.attrs.get("scales") == "history"]
     assert [len(line.out) for line in calls] == [2]
@@ -216,15 +258,22 @@ def test_what_several_parameters_multiply_is_rounded_once():
 
 def test_layers_that_share_parameters_share_their_history():
     def loss(params, x):
-        return heads(params["first"], heads(params["first"], x)).square().mean() + sum((v * 0).sum() for v in params["second"].values())
+        return heads(params["first"], heads(params["first"], x)).square().mean() + sum(
+            (v * 0).sum() for v in params["second"].values()
+        )
 
     train = fz.compile(delayed()(fz.train_step(loss, optim.sgd(0.0))), fz.make_mesh(data=1), backend="eager")
     state, x = train.init(attention_init, fz.random.key(0)), torch.randn(16, 16)
     between = heads(state.params["first"], x)
     state, _ = train(state, x)
     by_path = dict(zip(fz.tree.names(state.params), state.extras["fp8"].history[0].T.tolist(), strict=True))
-    assert by_path["first.q"][0] == pytest.approx(between.abs().max().item(), rel=0.1) and between.abs().max() > 2 * x.abs().max(), "the larger of both calls"
-    assert by_path["first.k"][0] == by_path["first.v"][0] == 0.0, "they multiply the same, which is counted for the first of them"
+    assert (
+        by_path["first.q"][0] == pytest.approx(between.abs().max().item(), rel=0.1)
+        and between.abs().max() > 2 * x.abs().max()
+    ), "the larger of both calls"
+    assert by_path["first.k"][0] == by_path["first.v"][0] == 0.0, (
+        "they multiply the same, which is counted for the first of them"
+    )
     assert all(by_path[f"second.{n}"] == [0.0, 0.0] for n in "qkv")
 
 
@@ -237,13 +286,18 @@ def test_a_block_without_backward_has_current_scales():
 
     step = fz.train_step(loss, optim.sgd(LR))
     program = fz.lower(delayed()(step), fz.AbstractMesh(data=1), made, torch.empty(16, 16)).program
-    assert [tuple(v.shape) for line in program.lines if line.attrs.get("scales") == "history" for v in line.out] == [(2 * 4,)], "those of the code outside"
+    assert [tuple(v.shape) for line in program.lines if line.attrs.get("scales") == "history" for v in line.out] == [
+        (2 * 4,)
+    ], "those of the code outside"
     assert len([n for n in every_node(program) if n.target is scaled_mm]) == 3 + 2
 
 
 def test_an_evaluation_has_current_scales():
     params, batch = init(fz.random.key(0)), batches()[0]
-    found = [fz.compile(fp8(fz.eval_step(LOSS)), fz.make_mesh(data=1), backend="eager")(params, batch) for fp8 in (delayed(), fz.fp8())]
+    found = [
+        fz.compile(fp8(fz.eval_step(LOSS)), fz.make_mesh(data=1), backend="eager")(params, batch)
+        for fp8 in (delayed(), fz.fp8())
+    ]
     assert same(*found)
 
 
@@ -251,7 +305,8 @@ def test_an_evaluation_has_current_scales():
 
 
 def test_an_overflow_is_seen_and_not_remembered():
-    """What is not finite is not rounded to the largest number, so that the step is skipped; its magnitude is left out."""
+    """What is not finite is not rounded to the largest number, so that the step is skipped; its magnitude is left
+    out."""
 
     def overflowing(params, batch):
         return LOSS(params, batch) * batch["factor"]
@@ -281,7 +336,10 @@ def test_a_checkpoint_has_the_history(tmp_path):
     assert "fp8" not in plain.extras
     fz.checkpoint.save(tmp_path / "b", plain)
     begins = fz.compile(delayed(5)(step), mesh, backend="eager").restore(tmp_path / "b")
-    assert begins.extras["fp8"].history.shape == (5, 2, len(fz.tree.leaves(plain.params))) and not begins.extras["fp8"].history.any()
+    assert (
+        begins.extras["fp8"].history.shape == (5, 2, len(fz.tree.leaves(plain.params)))
+        and not begins.extras["fp8"].history.any()
+    )
     with pytest.raises(CheckpointError, match="fp8"):
         fz.compile(delayed(5)(step), mesh, backend="eager").restore(tmp_path / "a")
     with pytest.raises(FzeroValueError, match="history"):
@@ -298,7 +356,11 @@ def test_beside_the_watch():
     step = fz.compose(fz.mixed_precision("bf16", watch=True), delayed())(fz.train_step(LOSS, optim.sgd(LR)))
     train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
     state, metrics = train(train.init(init, fz.random.key(0)), batches(1)[0])
-    plain = fz.compile(fz.mixed_precision("bf16", watch=True)(fz.train_step(LOSS, optim.sgd(LR))), fz.make_mesh(data=1), backend="eager")
+    plain = fz.compile(
+        fz.mixed_precision("bf16", watch=True)(fz.train_step(LOSS, optim.sgd(LR))),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     _, want = plain(plain.init(init, fz.random.key(0)), batches(1)[0])
     torch.testing.assert_close(metrics["precision"]["output_max"], want["precision"]["output_max"], rtol=0.2, atol=0.0)
     assert state.extras["fp8"].history[0].count_nonzero() == 2 * 7, "of all matrices, inputs and gradients"
@@ -312,7 +374,11 @@ def test_one_reduction_a_step(num_micro):
     step = fz.compose(fz.shard_params(), delayed(), fz.accumulate(num_micro))(fz.train_step(LOSS, optim.sgd(LR)))
     program = fz.lower(step, fz.AbstractMesh(data=2), init, models.meta_part(batches()[0], 2)).program
     values = program.values()
-    sent = [n * transfer_bytes(x, values, program.mesh) for x, n in program.walk() if x.op == "all_reduce_start" and x.attrs["op"] == "max" and x.by != "fp8"]
+    sent = [
+        n * transfer_bytes(x, values, program.mesh)
+        for x, n in program.walk()
+        if x.op == "all_reduce_start" and x.attrs["op"] == "max" and x.by != "fp8"
+    ]
     numbers = 2 * (7 + 3 * 2)
     assert sent == [2 * 4 * numbers // 2], "outside blocks it is about all 7 matrices, in each block about 2"
 

@@ -17,13 +17,17 @@ from fzero.program.ir import Program
 lower_file = importlib.import_module("fzero.lowering.lower")
 
 
-def lowered(loss: Any, params: Any, batch: Any, transform: Any = lambda step: step, ranks: int = 1, **options: Any) -> Program:
+def lowered(
+    loss: Any, params: Any, batch: Any, transform: Any = lambda step: step, ranks: int = 1, **options: Any
+) -> Program:
     step = transform(fz.train_step(loss, optim.sgd(0.1), **options))
     return fz.lower(step, fz.AbstractMesh(data=ranks), params, batch).program
 
 
 def gpt(transform: Any = lambda step: step, loss: Any = models.gpt_loss, ranks: int = 1, **options: Any) -> Program:
-    return lowered(loss, meta(models.gpt_init(fz.random.key(0))), meta_part(batches(1)[0], ranks), transform, ranks, **options)
+    return lowered(
+        loss, meta(models.gpt_init(fz.random.key(0))), meta_part(batches(1)[0], ranks), transform, ranks, **options
+    )
 
 
 def fused(program: Program) -> list[str]:
@@ -39,7 +43,11 @@ def test_the_last_block_is_one_function_under_any_policy(policy):
     program = gpt(fz.remat(policy))
     assert fused(program) == ["head_value_and_grad"]
     assert not any("head" in name for name in vjps(program)) and len(vjps(program)) == 3
-    assert set(program.functions) >= set(fused(program)) and "head" not in program.functions and "head_vjp" not in program.functions
+    assert (
+        set(program.functions) >= set(fused(program))
+        and "head" not in program.functions
+        and "head_vjp" not in program.functions
+    )
     targets = [str(n.target) for n in program.functions["head_value_and_grad"].graph.graph.nodes]
     assert targets.count("aten._log_softmax.default") == 1  # nothing is repeated
 
@@ -66,7 +74,9 @@ def with_aux(params, batch):
 def test_glue_between_is_taken_in():
     program = gpt(loss=with_aux, has_aux=True)
     calls = [line.fn for line in program.lines if line.op == "call"]
-    assert fused(program) == ["head_value_and_grad"] and "glue_1" not in calls  # which made the loss and the seed of the backward
+    assert (
+        fused(program) == ["head_value_and_grad"] and "glue_1" not in calls
+    )  # which made the loss and the seed of the backward
 
 
 def with_scale(params, batch):

@@ -1,4 +1,5 @@
-"""GPUDirect Storage: leaves on disk go to the device and back past the host, and nothing else changes; and what is asked of kvikio."""
+"""GPUDirect Storage: leaves on disk go to the device and back past the host, and nothing else changes; and what is
+asked of kvikio."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ def ways(program: Program) -> set[tuple[str, str]]:
     return {from_to(line) for line, _ in program.walk() if line.op.startswith("disk")}
 
 
-PAIRS = [("nvme opt_state", "none"), ("nvme both", "bf16"), ("nvme on device", "none"), ("nvme on device", "bf16, accumulate"), ("mix", "none")]
+PAIRS = [
+    ("nvme opt_state", "none"),
+    ("nvme both", "bf16"),
+    ("nvme on device", "none"),
+    ("nvme on device", "bf16, accumulate"),
+    ("mix", "none"),
+]
 
 
 @pytest.mark.parametrize(("name", "extra"), [*PAIRS, ("other mix", "bf16"), ("nvme half", "shard")])
@@ -36,14 +43,26 @@ def test_a_step_past_the_host_equals_the_step_without(tmp_path: Path, name: str,
     streams = name not in ("nvme opt_state", "mix")  # there the host updates, and reads and writes what it needs
     assert (("disk", "device") in ways(train.program)) == streams
     if name != "nvme half":  # where the plan chooses the side that updates
-        assert (("device", "disk") in ways(train.program)) == (name in ("nvme on device", "other mix")), "of blocks that the device updates"
+        assert (("device", "disk") in ways(train.program)) == (name in ("nvme on device", "other mix")), (
+            "of blocks that the device updates"
+        )
 
 
 def test_nothing_of_it_passes_through_the_host(tmp_path: Path) -> None:
-    """Lowered for a GPU: no copy between host and device, no memory there, and a step that is predicted to take no longer."""
-    step = fz.offload(fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.adamw(1e-3)), "nvme", ("opt_state", "params"), path=tmp_path, update_on="device")
+    """Lowered for a GPU: no copy between host and device, no memory there, and a step that is predicted to take no
+    longer."""
+    step = fz.offload(
+        fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.adamw(1e-3)),
+        "nvme",
+        ("opt_state", "params"),
+        path=tmp_path,
+        update_on="device",
+    )
     params, batch = {"w": torch.empty(2048, 2048, device="meta")}, torch.empty(64, 2048, device="meta")
-    plans = [fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda", gpu_direct=direct), params, batch, device="h100") for direct in (False, True)]
+    plans = [
+        fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda", gpu_direct=direct), params, batch, device="h100")
+        for direct in (False, True)
+    ]
     through, past = (found.plan for found in plans)
     assert through.host_peak_bytes > 0 == past.host_peak_bytes
     assert past.step_seconds <= through.step_seconds
@@ -66,11 +85,15 @@ class CuFile:
         self.fd, self.closed = os.open(file, os.O_RDWR), False
         CuFile.opened.append(self)
 
-    def read(self, buf: torch.Tensor, size: int | None = None, file_offset: int = 0, task_size: int | None = None) -> int:
+    def read(
+        self, buf: torch.Tensor, size: int | None = None, file_offset: int = 0, task_size: int | None = None
+    ) -> int:
         assert size == buf.numel()
         return os.preadv(self.fd, [buf.numpy().data[: size // 2 if CuFile.short else size]], file_offset)
 
-    def write(self, buf: torch.Tensor, size: int | None = None, file_offset: int = 0, task_size: int | None = None) -> int:
+    def write(
+        self, buf: torch.Tensor, size: int | None = None, file_offset: int = 0, task_size: int | None = None
+    ) -> int:
         assert size == buf.numel()
         return os.pwritev(self.fd, [buf.numpy().data], file_offset)
 

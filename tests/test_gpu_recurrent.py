@@ -1,4 +1,5 @@
-"""What is recorded of the operators of cuDNN and MIOpen for recurrent layers, which need no GPU to be recorded: no draw, no workspace, and what they compute.
+"""What is recorded of the operators of cuDNN and MIOpen for recurrent layers, which need no GPU to be recorded: no
+draw, no workspace, and what they compute.
 
 The libraries themselves are played by PyTorch's own layers on a CPU.
 """
@@ -25,11 +26,14 @@ def called(library: str, x: Any, hx: Any, cx: Any, weights: Any, dropout: float 
     """The operator, as `torch.lstm` calls it on a GPU."""
     buffers, projection = ((None,), (0,)) if library == "cudnn" else ((), ())
     op = {"cudnn": aten._cudnn_rnn, "miopen": aten.miopen_rnn}[library]
-    return op(x, weights, len(weights), *buffers, hx, cx, LSTM, HIDDEN, *projection, 1, False, dropout, train, False, [], None)
+    return op(
+        x, weights, len(weights), *buffers, hx, cx, LSTM, HIDDEN, *projection, 1, False, dropout, train, False, [], None
+    )
 
 
 def recorded(library: str, **settings: Any) -> Recorded:
-    """Output, last cell, and gradients of all, of a loss of both; `torch.lstm` looks first whether the weights are one piece of memory."""
+    """Output, last cell, and gradients of all, of a loss of both; `torch.lstm` looks first whether the weights are one
+    piece of memory."""
 
     def fn(*xs: torch.Tensor) -> list[torch.Tensor]:
         x, hx, cx, *weights = (x.detach().requires_grad_() for x in xs)
@@ -46,7 +50,8 @@ def recorded(library: str, **settings: Any) -> Recorded:
 
 
 class Library:
-    """Forward and backward of a library's operator, by PyTorch's own layers; its workspace is what the backward must be given."""
+    """Forward and backward of a library's operator, by PyTorch's own layers; its workspace is what the backward must be
+    given."""
 
     def __init__(self, op: Any, backward: bool):
         self._schema, self.backward = op._schema, backward
@@ -61,8 +66,15 @@ class Library:
         if not self.backward:
             assert given.get("weight_buf") is None
             return out.detach(), hy.detach(), cy.detach(), torch.full((7,), 3, dtype=torch.uint8), torch.ones(9)
-        assert given["reserve"].tolist() == [3] * 7 and given["weight_buf"].numel() == 9 and torch.equal(given["output"], out)
-        tangents = [torch.zeros_like(y) if g is None else g for y, g in zip((out, hy, cy), (given[f"grad_{n}"] for n in ("output", "hy", "cy")), strict=True)]
+        assert (
+            given["reserve"].tolist() == [3] * 7
+            and given["weight_buf"].numel() == 9
+            and torch.equal(given["output"], out)
+        )
+        tangents = [
+            torch.zeros_like(y) if g is None else g
+            for y, g in zip((out, hy, cy), (given[f"grad_{n}"] for n in ("output", "hy", "cy")), strict=True)
+        ]
         dx, dhx, dcx, *dw = torch.autograd.grad((out, hy, cy), leaves, tangents)
         return dx, dhx, dcx, dw
 

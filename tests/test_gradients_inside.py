@@ -1,4 +1,5 @@
-"""Gradients that a loss or a block computes itself: of tensors of its own they are values like others; those that it adds to its arguments' are refused."""
+"""Gradients that a loss or a block computes itself: of tensors of its own they are values like others; those that it
+adds to its arguments' are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +73,10 @@ REFUSED = {
 def test_gradients_added_to_those_of_arguments_are_refused(loss):
     for fn in (loss, lambda p, x: fz.block(loss)(p, x) * 1.0):
         step = fz.train_step(fn, optim.sgd(0.1))
-        for act in (lambda step=step: step(step.init(PARAMS), X), lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X)):
+        for act in (
+            lambda step=step: step(step.init(PARAMS), X),
+            lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X),
+        ):
             raises(TraceError, act, *REFUSED[loss])
 
 
@@ -121,7 +125,10 @@ def element(p):
     return p["w"][0], p["w"] * 2.0
 
 
-@pytest.mark.parametrize("loss", [lambda p, x: p["w"][0], lambda p, x: p["s"], lambda p, x: fz.weighted(p["w"][0], 1), lambda p, x: element(p)[0]])
+@pytest.mark.parametrize(
+    "loss",
+    [lambda p, x: p["w"][0], lambda p, x: p["s"], lambda p, x: fz.weighted(p["w"][0], 1), lambda p, x: element(p)[0]],
+)
 def test_a_loss_that_is_an_element_of_a_parameter_is_told_as_it_was(loss):
     """The step overwrites the parameter."""
     step = fz.train_step(loss, optim.sgd(0.1))
@@ -148,7 +155,9 @@ def test_what_an_evaluation_returns_of_a_parameter_stays_as_it_was():
         "of a block": lambda p: row(p)[0],
     }
     train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
-    evaluate = fz.compile(fz.eval_step(lambda p, x: {name: part(p) for name, part in parts.items()}), fz.make_mesh(), backend="eager")
+    evaluate = fz.compile(
+        fz.eval_step(lambda p, x: {name: part(p) for name, part in parts.items()}), fz.make_mesh(), backend="eager"
+    )
     state = train.init(PARAMS)
     found, want = evaluate(state.params, X), {name: part(state.params).clone() for name, part in parts.items()}
     train(state, X)

@@ -1,4 +1,5 @@
-"""Updates on a guess: bit for bit what the step does that waits for the norm, whether guesses are right or wrong; what they cost; and where there are none."""
+"""Updates on a guess: bit for bit what the step does that waits for the norm, whether guesses are right or wrong; what
+they cost; and where there are none."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from fzero.program.verify_pool import check
 
 WIDTH = 48
 SCALES = (0.1, 0.1, 9.0, 9.0, 0.1, 0.1, 9.0, 0.1)  # of the batch, and of the gradients: below the clip and above it
-MOVED = (1, 1, 2, 1, 1, 1, 2, 1)  # passes over the state: a step guesses if the one before would have been right, and the first does not
+MOVED = (
+    1,
+    1,
+    2,
+    1,
+    1,
+    1,
+    2,
+    1,
+)  # passes over the state: a step guesses if the one before would have been right, and the first does not
 REDONE = [True, False, True, True, True, False, True, True]  # so of these steps two are right at once
 
 
@@ -44,7 +54,11 @@ def loss(params, batch):
 
 def init(key):
     keys = fz.random.split(key, 3)
-    return {"layers": [{"w": fz.random.normal(k, (WIDTH, WIDTH)) / math.sqrt(WIDTH), "scale": torch.ones(WIDTH)} for k in keys]}
+    return {
+        "layers": [
+            {"w": fz.random.normal(k, (WIDTH, WIDTH)) / math.sqrt(WIDTH), "scale": torch.ones(WIDTH)} for k in keys
+        ]
+    }
 
 
 def clipped(max_norm: float = 0.5) -> Any:
@@ -52,7 +66,9 @@ def clipped(max_norm: float = 0.5) -> Any:
 
 
 def batches(scales: tuple[float, ...] = SCALES) -> list[torch.Tensor]:
-    return [scale * fz.random.normal(fz.random.fold_in(fz.random.key(5), i), (4, WIDTH)) for i, scale in enumerate(scales)]
+    return [
+        scale * fz.random.normal(fz.random.fold_in(fz.random.key(5), i), (4, WIDTH)) for i, scale in enumerate(scales)
+    ]
 
 
 @pytest.fixture
@@ -61,9 +77,13 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "fastest", lambda build, choices, budget: choices[-1])
 
 
-def run(mesh: fz.Mesh, transforms: Any, optimizer: Any = None, scales: tuple[float, ...] = SCALES, **options: Any) -> tuple[Any, list[int], Any]:
+def run(
+    mesh: fz.Mesh, transforms: Any, optimizer: Any = None, scales: tuple[float, ...] = SCALES, **options: Any
+) -> tuple[Any, list[int], Any]:
     """The metrics and the state after steps on these batches; of each step the bytes of disk; the compiled step."""
-    train = fz.compile(fz.compose(*transforms)(fz.train_step(loss, optimizer or clipped())), mesh, **{"backend": "eager", **options})
+    train = fz.compile(
+        fz.compose(*transforms)(fz.train_step(loss, optimizer or clipped())), mesh, **{"backend": "eager", **options}
+    )
     state, found, moved = train.init(init, fz.random.key(0)), [], []
     for whole in batches(scales):
         state, metrics = train(state, models.part(whole, mesh))
@@ -125,7 +145,9 @@ ON_HOST = {
 @pytest.mark.parametrize("unified", [True, False], ids=["one memory", "apart"])
 @pytest.mark.parametrize("name", ON_HOST)
 @pytest.mark.usefixtures("guessing")
-def test_on_the_host_with_room_for_copies(tmp_path: Path, name: str, unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_host_with_room_for_copies(
+    tmp_path: Path, name: str, unified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     redone: list[bool] = []
     redo = Tiers.redo
     monkeypatch.setattr(Tiers, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
@@ -142,13 +164,20 @@ def test_a_host_budget_decides() -> None:
     """Its room is used for a copy of what rests there; where there is none, or nothing is said, updates wait."""
     step = fz.offload("cpu", "opt_state", update_on="host")(fz.mixed_precision("bf16")(fz.train_step(loss, clipped())))
     mesh, batch = fz.AbstractMesh(data=1, device_type="cuda"), torch.empty(1 << 16, 1 << 12, device="meta")
-    wide = {"layers": [{"w": torch.empty(1 << 12, 1 << 12, device="meta"), "scale": torch.empty(1 << 12, device="meta")} for _ in range(16)]}
+    wide = {
+        "layers": [
+            {"w": torch.empty(1 << 12, 1 << 12, device="meta"), "scale": torch.empty(1 << 12, device="meta")}
+            for _ in range(16)
+        ]
+    }
     lower = lambda budget: fz.lower(step, mesh, wide, batch, device="h100", host_budget=budget)  # noqa: E731
     unsaid, roomy = lower(None), lower("64GB")
     num = sum(x.numel() for x in tree.leaves(wide))
     assert not guesses(unsaid.program)
     assert guesses(roomy.program)
-    assert 12 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 13 * num, "12 bytes of copies; gradients wait there for a redo, too"
+    assert 12 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 13 * num, (
+        "12 bytes of copies; gradients wait there for a redo, too"
+    )
     assert roomy.plan.step_seconds < unsaid.plan.step_seconds
     assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
     assert not guesses(lower(roomy.plan.host_peak_bytes - 1).program)
@@ -162,7 +191,8 @@ def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:
 
 
 def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, bool]]:
-    """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step without offload does."""
+    """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step
+    without offload does."""
     sys.modules["fzero.lowering.lower"].fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
     out = []
     for stage, shared in cases:
@@ -213,7 +243,9 @@ def test_a_state_is_saved_moved_and_restored_between_its_extents(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("guessing")
-def test_without_room_for_a_second_extent_updates_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_for_a_second_extent_updates_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from fzero.comm import scratch
 
     def full(parts: Any, before: int, nbytes: int) -> None:
@@ -247,7 +279,11 @@ def test_no_guess_where_it_could_not_be_right(tmp_path: Path) -> None:
 
 
 def test_profile_has_an_event_for_what_ran(tmp_path: Path) -> None:
-    train = fz.compile(fz.compose(*OFFLOADS["opt_state"](tmp_path))(fz.train_step(loss, clipped())), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.compose(*OFFLOADS["opt_state"](tmp_path))(fz.train_step(loss, clipped())),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     state = train.init(init, fz.random.key(0))
     counts = {}
     for scale in (9.0, 0.1):

@@ -19,7 +19,9 @@ from fzero.comm.host import Apart, Streams, Unified, copies, host_pool, host_ten
 from fzero.errors import TierError
 
 MIB = 1 << 20
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory and streams are CUDA's; there is no GPU here")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="page-locked memory and streams are CUDA's; there is no GPU here"
+)
 
 
 @pytest.fixture
@@ -36,7 +38,14 @@ def apart() -> fz.Mesh:
 
 
 def test_tensors_lie_one_behind_the_other(mesh):
-    specs = [((4, MIB), torch.float32), ((3,), torch.bfloat16), ((), torch.int64), ((0, 5), torch.float32), ((2, 5000), torch.float16), ((1,), torch.bool)]
+    specs = [
+        ((4, MIB), torch.float32),
+        ((3,), torch.bfloat16),
+        ((), torch.int64),
+        ((0, 5), torch.float32),
+        ((2, 5000), torch.float16),
+        ((1,), torch.bool),
+    ]
     tensors = host_tensors(specs, mesh)
     assert [(tuple(t.shape), t.dtype) for t in tensors] == specs
     assert all(not t.any() for t in tensors) and all(t.is_contiguous() for t in tensors)
@@ -45,7 +54,9 @@ def test_tensors_lie_one_behind_the_other(mesh):
     assert [small - large, scalar - small, more - scalar, last - more] == [16 * MIB + 17 * 4096, 4096, 4096, 20480]
 
 
-@pytest.mark.parametrize(("num", "nbytes"), [(1, 1 << 28), (8, 1 << 25), (64, 1 << 22), (1 << 12, 1 << 16), (3, 1 << 28), (256, 1 << 28)])
+@pytest.mark.parametrize(
+    ("num", "nbytes"), [(1, 1 << 28), (8, 1 << 25), (64, 1 << 22), (1 << 12, 1 << 16), (3, 1 << 28), (256, 1 << 28)]
+)
 def test_no_leaf_lies_a_multiple_of_2_28_bytes_from_its_moments(num, nbytes):
     """Nor within 64 KiB of one, if the leaf is large enough for that to matter."""
     *offsets, end = layout.apart([nbytes] * num * 3)
@@ -91,14 +102,21 @@ def test_memory_is_freed_after_the_last_tensor(mesh, monkeypatch):
 
 def test_a_pool_is_bytes(mesh):
     pool = host_pool(10_000, mesh)
-    assert pool.dtype == torch.uint8 and pool.shape == (10_000,) and pool.data_ptr() % mmap.PAGESIZE == 0 and not pool.any()
+    assert (
+        pool.dtype == torch.uint8
+        and pool.shape == (10_000,)
+        and pool.data_ptr() % mmap.PAGESIZE == 0
+        and not pool.any()
+    )
     assert host_pool(0, mesh).shape == (0,)
 
 
 def test_more_than_there_is_names_the_bytes_and_a_way_out(mesh):
     with pytest.raises(TierError) as error:
         host_tensors([((1 << 60,), torch.int8)], mesh)
-    assert "1048576.00 TiB of host memory cannot be allocated" in str(error.value) and "Fix: offload less" in str(error.value)
+    assert "1048576.00 TiB of host memory cannot be allocated" in str(error.value) and "Fix: offload less" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", -1), ("", -1), (None, -1)])
@@ -129,7 +147,13 @@ def test_every_mesh_has_one_carrier(mesh, apart):
 
 
 def values() -> list[torch.Tensor]:
-    return [torch.randn(5, 3), torch.tensor(7, dtype=torch.int64), torch.randn(4).bfloat16(), torch.tensor([True, False]), torch.empty(0)]
+    return [
+        torch.randn(5, 3),
+        torch.tensor(7, dtype=torch.int64),
+        torch.randn(4).bfloat16(),
+        torch.tensor([True, False]),
+        torch.empty(0),
+    ]
 
 
 def test_on_one_memory_a_fetch_is_what_rests(mesh):
@@ -158,7 +182,10 @@ def test_apart_nothing_is_there_before_the_wait():
     """And what is written to a source before it arrives: the two mistakes that a program can make."""
     go = threading.Event()
     carrier = Apart(60, go.wait)
-    sources, into = [torch.ones(3), torch.ones(2, dtype=torch.int32)], [torch.zeros(3), torch.zeros(2, dtype=torch.int32)]
+    sources, into = (
+        [torch.ones(3), torch.ones(2, dtype=torch.int32)],
+        [torch.zeros(3), torch.zeros(2, dtype=torch.int32)],
+    )
     copy = carrier.to_device_start(sources, into)
     assert into[0].isnan().all() and (into[1] == -1).all()
     sources[0].fill_(5)
@@ -187,7 +214,9 @@ def test_a_copy_that_fails_does_so_at_its_wait(apart):
     for _ in range(2):
         with pytest.raises(TierError) as error:
             failing.wait()
-        assert "a copy between host and device failed\n  RuntimeError: " in str(error.value) and "last checkpoint" in str(error.value)
+        assert "a copy between host and device failed\n  RuntimeError: " in str(
+            error.value
+        ) and "last checkpoint" in str(error.value)
 
 
 def test_a_copy_that_never_comes_is_an_error():

@@ -1,4 +1,5 @@
-"""Programs whose copies and collectives are all late: they train and evaluate to the same bits, and a host that does not settle is found."""
+"""Programs whose copies and collectives are all late: they train and evaluate to the same bits, and a host that does
+not settle is found."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_training_waits_for_every_copy(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _evaluations(patch: pytest.MonkeyPatch, is_late: bool) -> tuple[list[torch.Tensor], Any]:
-    """Losses of one evaluation after another, of parameters that rest on the host in float32 and are computed with in bfloat16."""
+    """Losses of one evaluation after another, of parameters that rest on the host in float32 and are computed with in
+    bfloat16."""
     mesh, copies = _late_mesh(patch) if is_late else (fz.make_mesh(data=1), None)
     transforms = (fz.mixed_precision("bf16"), *(OFFLOADS["cpu params"]("") if is_late else ()))
     step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, fz.optim.sgd(0.1)))
@@ -51,7 +53,8 @@ def _evaluations(patch: pytest.MonkeyPatch, is_late: bool) -> tuple[list[torch.T
 
 
 def test_an_evaluation_settles_before_it_casts_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host casts a block's parameters into the bytes that another's are copied from: the device may not have come to that copy yet."""
+    """The host casts a block's parameters into the bytes that another's are copied from: the device may not have come
+    to that copy yet."""
     want, _ = _evaluations(monkeypatch, False)
     found, copies = _evaluations(monkeypatch, True)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
@@ -64,7 +67,11 @@ STAGES: dict[str, Any] = {
     "stage 0": (fz.data_parallel(),),
     "stage 2, accumulate": (fz.shard_grads(), fz.accumulate(2)),
     "stage 3, bf16": (fz.shard_params(), fz.mixed_precision("bf16")),
-    "stage 3, offload": (fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params", "activations"))),
+    "stage 3, offload": (
+        fz.shard_params(),
+        fz.mixed_precision("bf16"),
+        fz.offload("cpu", ("opt_state", "params", "activations")),
+    ),
 }
 
 
@@ -95,8 +102,13 @@ def _read_before_the_wait() -> list[tuple[bool, bool]]:
     carrier, out = mesh.transport, []
     shard, whole = torch.full((2,), 1.0 + mesh.rank), torch.zeros(4)
     moving = carrier.all_gather_start([shard], "data", [whole])
-    out.append((not whole.isnan().any(), torch.equal(carrier.wait(moving, [whole])[0], torch.tensor([1.0, 1.0, 2.0, 2.0]))))
-    for start, flats in ((carrier.all_reduce_start, [torch.ones(4)]), (carrier.reduce_scatter_start, [torch.ones(4), torch.zeros(2)])):
+    out.append(
+        (not whole.isnan().any(), torch.equal(carrier.wait(moving, [whole])[0], torch.tensor([1.0, 1.0, 2.0, 2.0])))
+    )
+    for start, flats in (
+        (carrier.all_reduce_start, [torch.ones(4)]),
+        (carrier.reduce_scatter_start, [torch.ones(4), torch.zeros(2)]),
+    ):
         moving = start(flats[:1], "data", "sum", flats)
         out.append((not flats[-1].isnan().any(), bool((carrier.wait(moving, [flats[-1]])[0] == 2).all())))
     return [(bool(a), bool(b)) for a, b in out]

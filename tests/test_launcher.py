@@ -39,7 +39,9 @@ def test_ranks_that_start_again_join_and_train(tmp_path: Path, monkeypatch: pyte
 
 def script(folder: Path, *lines: str) -> Path:
     path = folder / "train.py"
-    path.write_text("\n".join(["import os, signal, time, torch, fzero as fz", "RANK = int(os.environ['RANK'])", *lines, ""]))
+    path.write_text(
+        "\n".join(["import os, signal, time, torch, fzero as fz", "RANK = int(os.environ['RANK'])", *lines, ""])
+    )
     return path
 
 
@@ -54,19 +56,34 @@ MODEL = (
 
 
 def run(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHRUN, *flags, str(path)], capture_output=True, text=True, timeout=120, env=environment())
+    return subprocess.run(
+        [*TORCHRUN, *flags, str(path)], capture_output=True, text=True, timeout=120, env=environment()
+    )
 
 
 def test_an_error_of_every_rank_is_told_once_and_last(tmp_path: Path) -> None:
-    path = script(tmp_path, *MODEL, "mesh, train, state = started()", "def main():", "    train(state, torch.ones(2, 4, device='meta'))", "main()")
+    path = script(
+        tmp_path,
+        *MODEL,
+        "mesh, train, state = started()",
+        "def main():",
+        "    train(state, torch.ones(2, 4, device='meta'))",
+        "main()",
+    )
     done = run(path)
     assert done.returncode == 1 and done.stdout == ""
     lines = [line.strip() for line in done.stderr.splitlines()]
     text = done.stderr
-    assert text.count("Fix: ") == 1 and text.count(f'{path}", line 12, in <module>') == 1 and text.count(f'{path}", line 11, in main') == 1, text
+    assert (
+        text.count("Fix: ") == 1
+        and text.count(f'{path}", line 12, in <module>') == 1
+        and text.count(f'{path}", line 11, in main') == 1
+    ), text
     assert str(ROOT / "fzero") not in text, "no frames of ours"
     (fix,) = (i for i, line in enumerate(lines) if line.startswith("Fix: "))
-    assert set(lines[fix + 1]) == {"="} and not "".join(lines[fix + 2 :]), "nothing but torchrun's last rule stands below it"
+    assert set(lines[fix + 1]) == {"="} and not "".join(lines[fix + 2 :]), (
+        "nothing but torchrun's last rule stands below it"
+    )
 
 
 def test_only_the_users_lines_stand_above_an_error() -> None:
@@ -86,11 +103,14 @@ def children(pid: int) -> list[int]:
 
 def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
     path = script(
-        tmp_path, *MODEL, "mesh, train, state = started()", "while True:", "    state, _ = train(state, torch.ones(2, 4))",
+        tmp_path, *MODEL, "mesh, train, state = started()", "while True:", "    state, _ = train(state, torch.ones(2, "
+                                                                           "4))",
         f"    open(r'{tmp_path}/' + str(RANK), 'w').write(str(int(state.step)))",
     )  # fmt: skip
     with (tmp_path / "log").open("w") as log:
-        torchrun = subprocess.Popen([*TORCHRUN, str(path)], stdout=log, stderr=log, env=environment(), start_new_session=True)
+        torchrun = subprocess.Popen(
+            [*TORCHRUN, str(path)], stdout=log, stderr=log, env=environment(), start_new_session=True
+        )
     ranks: list[int] = []
     try:
         deadline = time.monotonic() + 100
@@ -155,7 +175,11 @@ def tells(error: Exception, order: int, env: dict[str, str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("error", [FzeroValueError("a value\nFix: it"), DivergenceError("a rank has left\nFix: it")], ids=["a value", "a rank"])
+@pytest.mark.parametrize(
+    "error",
+    [FzeroValueError("a value\nFix: it"), DivergenceError("a rank has left\nFix: it")],
+    ids=["a value", "a rank"],
+)
 @pytest.mark.parametrize("order", [0, 1])
 def test_one_rank_tells(run_ranks: Any, error: Exception, order: int) -> None:
     said = run_ranks(2, tells, error, order, {})
@@ -163,18 +187,35 @@ def test_one_rank_tells(run_ranks: Any, error: Exception, order: int) -> None:
 
 
 def follows(_: None) -> list[str]:
-    return [tells(FzeroValueError("the cause") if os.environ["RANK"] == "1" else DivergenceError("rank 1 failed"), order, {}) for order in (1, 0)]
+    return [
+        tells(
+            FzeroValueError("the cause") if os.environ["RANK"] == "1" else DivergenceError("rank 1 failed"), order, {}
+        )
+        for order in (1, 0)
+    ]
 
 
 def test_what_follows_from_an_error_is_not_told_after_it(run_ranks: Any) -> None:
-    assert run_ranks(2, follows, None) == [["", "rank 1 failed\n"], ["the cause\n", "the cause\n"]], "a cause that comes later is told nevertheless"
+    assert run_ranks(2, follows, None) == [["", "rank 1 failed\n"], ["the cause\n", "the cause\n"]], (
+        "a cause that comes later is told nevertheless"
+    )
 
 
 def test_torchrun_is_given_the_error_only_if_it_ends_with_it(run_ranks: Any, tmp_path: Path) -> None:
     error, file = FzeroValueError("a value"), tmp_path / "error.json"
-    env = {"TORCHELASTIC_ERROR_FILE": str(file), "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "GROUP_RANK": "0"}
-    assert run_ranks(2, tells, error, 0, env) == ["a value\n", ""] and not file.exists(), "there is one more life, of whose end torchrun will tell"
-    assert run_ranks(2, tells, DivergenceError("left"), 0, env | {"TORCHELASTIC_RESTART_COUNT": "2"}) == ["left\n", ""] and not file.exists()
+    env = {
+        "TORCHELASTIC_ERROR_FILE": str(file),
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "GROUP_RANK": "0",
+    }
+    assert run_ranks(2, tells, error, 0, env) == ["a value\n", ""] and not file.exists(), (
+        "there is one more life, of whose end torchrun will tell"
+    )
+    assert (
+        run_ranks(2, tells, DivergenceError("left"), 0, env | {"TORCHELASTIC_RESTART_COUNT": "2"}) == ["left\n", ""]
+        and not file.exists()
+    )
     assert run_ranks(2, tells, error, 0, env | {"TORCHELASTIC_RESTART_COUNT": "2"}) == ["", ""]
     assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == "a value"
 

@@ -25,7 +25,12 @@ def rows() -> list[set[str]]:
 
 def imported(tree: ast.Module) -> set[str]:
     """What a module imports when it runs; not what only annotations need."""
-    typed = {id(x) for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test) for x in ast.walk(n)}
+    typed = {
+        id(x)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+        for x in ast.walk(n)
+    }
     nodes = [n for n in ast.walk(tree) if id(n) not in typed]
     modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     for n in nodes:
@@ -39,10 +44,19 @@ def test_what_imports_what() -> None:
     files = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
     units = {p: unit(p.relative_to(PACKAGE).with_suffix("").parts) for p in files}
     assert set(units.values()) == set(row), "the table has every folder, and every file that lies in none"
-    wrong = [f"{p.relative_to(PACKAGE)} imports {other}" for p in files for other in imported(ast.parse(p.read_text())) if row[other] > row[units[p]]]
+    wrong = [
+        f"{p.relative_to(PACKAGE)} imports {other}"
+        for p in files
+        for other in imported(ast.parse(p.read_text()))
+        if row[other] > row[units[p]]
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_file_is_in_the_page() -> None:
     files = {p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if not p.stem.startswith("__")}
-    assert not [str(p) for p in sorted(files) if f"`{p.name}`" not in PAGE and (p.parent != Path(".") or f"`{p.stem}`" not in PAGE)]
+    assert not [
+        str(p)
+        for p in sorted(files)
+        if f"`{p.name}`" not in PAGE and (p.parent != Path(".") or f"`{p.stem}`" not in PAGE)
+    ]

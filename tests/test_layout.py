@@ -16,7 +16,9 @@ from fzero.mesh import AbstractMesh, Mesh
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 _shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-_meshes = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 3}, {"data": 7}, {"replica": 2, "data": 3}, {"data": 2, "model": 2}])
+_meshes = st.sampled_from(
+    [{"data": 1}, {"data": 2}, {"data": 3}, {"data": 7}, {"replica": 2, "data": 3}, {"data": 2, "model": 2}]
+)
 _axes = st.sampled_from([(), ("data",), ("replica", "data"), ("data", "replica")])
 
 
@@ -85,8 +87,13 @@ def test_leaves_print_and_change_as_values():
     leaf = Leaf("params['w']", "params", (3000, 768), Layout(torch.float32))
     assert str(leaf) == "params['w'] (float32[3000, 768])"
     moved = leaf.with_layout(axes=("data",), tier="host", dtype=torch.bfloat16)
-    assert moved.layout == Layout(torch.bfloat16, ("data",), "host") and moved.path == leaf.path and leaf.layout.axes == ()
-    assert moved.resting_shape(AbstractMesh(data=7)) == (329216,) and leaf.resting_shape(AbstractMesh(data=7)) == (3000, 768)
+    assert (
+        moved.layout == Layout(torch.bfloat16, ("data",), "host") and moved.path == leaf.path and leaf.layout.axes == ()
+    )
+    assert moved.resting_shape(AbstractMesh(data=7)) == (329216,) and leaf.resting_shape(AbstractMesh(data=7)) == (
+        3000,
+        768,
+    )
     assert Leaf("s", "opt_state", (), Layout(torch.int64)).numel == 1
 
 

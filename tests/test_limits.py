@@ -35,7 +35,10 @@ def loss_fn(params, x):
 
 def init(key):
     keys = fz.random.split(key, 2 * LAYERS)
-    return [{"up": fz.random.normal(a, (D, 4 * D)) * 0.1, "down": fz.random.normal(b, (4 * D, D)) * 0.1} for a, b in zip(keys[::2], keys[1::2], strict=True)]
+    return [
+        {"up": fz.random.normal(a, (D, 4 * D)) * 0.1, "down": fz.random.normal(b, (4 * D, D)) * 0.1}
+        for a, b in zip(keys[::2], keys[1::2], strict=True)
+    ]
 
 
 def trained(mesh: fz.Mesh, *transforms: Any, steps: int = 1) -> tuple[list[dict[str, Any]], Plan]:
@@ -59,8 +62,12 @@ def test_metrics_of_a_step_over_disk(tmp_path):
     assert set(metrics) == KEYS
     disk = metrics["links"]["disk"]
     assert disk["bytes"] == 16 * P, "two moments of four bytes, read and written"
-    assert {name: link["bytes"] for name, link in metrics["links"].items()} == {name: link.bytes for name, link in plan.channels.items()}
-    assert 0 < disk["busy"] <= 1 and 0 < disk["stalled"] < 1 and disk["bytes_per_second"] > disk["bytes"], "it took less than a second"
+    assert {name: link["bytes"] for name, link in metrics["links"].items()} == {
+        name: link.bytes for name, link in plan.channels.items()
+    }
+    assert 0 < disk["busy"] <= 1 and 0 < disk["stalled"] < 1 and disk["bytes_per_second"] > disk["bytes"], (
+        "it took less than a second"
+    )
     assert 0 < metrics["speed_of_light"] < 1
     logged = {k: metrics[k] for k in ("speed_of_light", "links", "bound_by")}
     assert json.loads(json.dumps(logged, allow_nan=False)) == logged
@@ -75,7 +82,10 @@ def test_copies_between_two_memories():
 
 def test_copies_within_one_memory_move_nothing():
     (metrics,), _ = trained(fz.make_mesh(data=1), fz.offload("cpu", "opt_state"))
-    assert {name: (link["bytes"], link["bytes_per_second"]) for name, link in metrics["links"].items()} == {"to_host": (0, 0.0), "to_device": (0, 0.0)}
+    assert {name: (link["bytes"], link["bytes_per_second"]) for name, link in metrics["links"].items()} == {
+        "to_host": (0, 0.0),
+        "to_device": (0, 0.0),
+    }
 
 
 def test_a_slow_disk_is_what_binds(tmp_path, monkeypatch):
@@ -91,12 +101,16 @@ def test_a_slow_disk_is_what_binds(tmp_path, monkeypatch):
     slowed, _ = trained(fz.make_mesh(data=1), transforms, steps=3)
     stalled = [[m["links"]["disk"]["stalled"] for m in found] for found in (as_it_is, slowed)]
     assert max(stalled[1]) > min(stalled[0])
-    assert max(m["links"]["disk"]["bytes_per_second"] for m in slowed) < max(m["links"]["disk"]["bytes_per_second"] for m in as_it_is)
+    assert max(m["links"]["disk"]["bytes_per_second"] for m in slowed) < max(
+        m["links"]["disk"]["bytes_per_second"] for m in as_it_is
+    )
     assert "disk" in {m["bound_by"] for m in slowed}
 
 
 def sharded(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    (metrics,), plan = trained(fz.make_mesh(data=2), fz.shard_params(), fz.offload("nvme", ("opt_state", "params"), path=path))
+    (metrics,), plan = trained(
+        fz.make_mesh(data=2), fz.shard_params(), fz.offload("nvme", ("opt_state", "params"), path=path)
+    )
     return metrics["links"], {name: channel.bytes for name, channel in plan.channels.items()}
 
 
@@ -120,7 +134,9 @@ def test_what_binds_has_the_largest_share():
         return report(1.0, 10.0, {"disk": 1, "to_host": 1}, busy, stalled)["bound_by"]
 
     assert bound({}, {}) == "compute"
-    assert bound({"disk": 7.0, "to_host": 9.0}, {"disk": 2.0}) == "to_host", "compute had 8 of 10 s, and to_host was busy for 9"
+    assert bound({"disk": 7.0, "to_host": 9.0}, {"disk": 2.0}) == "to_host", (
+        "compute had 8 of 10 s, and to_host was busy for 9"
+    )
     assert bound({"disk": 7.0}, {"disk": 2.0}) == "compute"
     assert bound({"disk": 8.0}, {"disk": 2.0}) == "compute", "as much as compute is not more"
     assert bound({"to_host": 6.0}, {"disk": 3.0, "to_host": 3.0}) == "to_host"

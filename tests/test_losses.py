@@ -1,4 +1,5 @@
-"""The loss terms of the example against their formulas, and the wrong answer that averaging means gives where fz.weighted is exact."""
+"""The loss terms of the example against their formulas, and the wrong answer that averaging means gives where
+fz.weighted is exact."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
 @pytest.fixture
 def train_gpt(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--layers=1", "--width=16", "--heads=2", "--zero=0", "--accumulate=1", "--dtype=fp32"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["train_gpt.py", "--layers=1", "--width=16", "--heads=2", "--zero=0", "--accumulate=1", "--dtype=fp32"],
+    )
     import train_gpt
 
     return train_gpt
@@ -41,7 +46,9 @@ def test_the_examples_terms_are_their_formulas(train_gpt, smoothing, z_loss):
 
 
 def test_the_examples_flags_reach_the_step(train_gpt, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--label-smoothing=0.1", "--z-loss=1e-3", "--params=bf16", "--rounding=nearest"])
+    monkeypatch.setattr(
+        sys, "argv", [*sys.argv, "--label-smoothing=0.1", "--z-loss=1e-3", "--params=bf16", "--rounding=nearest"]
+    )
     sys.argv += ["--state-dtype=int8", "--fp8=row"]
     import console
 
@@ -52,7 +59,9 @@ def test_the_examples_flags_reach_the_step(train_gpt, monkeypatch):
     params = init(fz.random.key(0))
     _, metrics = step(step.init(params), tuple(batch))
     want, _ = train_gpt.gpt(params, *batch, heads=2, smoothing=0.1, z_loss=1e-3)
-    assert metrics["loss"].item() == pytest.approx(want.item(), rel=1e-6) and metrics["loss"] > metrics["aux"]["entropy"]
+    assert (
+        metrics["loss"].item() == pytest.approx(want.item(), rel=1e-6) and metrics["loss"] > metrics["aux"]["entropy"]
+    )
     assert any(x.dtype == torch.uint8 for x in fz.tree.leaves(step.init(params).opt_state))
 
 
@@ -75,14 +84,19 @@ def weighted(params: Any, batch: Any) -> Any:
 def test_means_of_ragged_micro_batches_are_wrong_and_weighted_ones_exact():
     """Gradients, loss and metrics against float64 over all tokens; rows have 1 to 12 of them."""
     lengths = torch.tensor([12, 1, 2, 1, 9, 1, 1, 3])
-    batch = {"x": fz.random.normal(fz.random.key(0), (8, 12, 5)) * lengths[:, None, None] ** 0.5, "real": torch.arange(12) < lengths[:, None]}
+    batch = {
+        "x": fz.random.normal(fz.random.key(0), (8, 12, 5)) * lengths[:, None, None] ** 0.5,
+        "real": torch.arange(12) < lengths[:, None],
+    }
     w = fz.random.normal(fz.random.key(1), (5,))
     exact = w.double().requires_grad_()
     total, count, low = ragged({"w": exact}, {**batch, "x": batch["x"].double()})
     loss, (grad,) = (total / count).item(), torch.autograd.grad(total / count, exact)
 
     def errors(loss_fn: Any, num: int) -> dict[str, float]:
-        train = fz.compile(fz.accumulate(fz.train_step(loss_fn, optim.sgd(1.0), has_aux=True), num), fz.make_mesh(), backend="eager")
+        train = fz.compile(
+            fz.accumulate(fz.train_step(loss_fn, optim.sgd(1.0), has_aux=True), num), fz.make_mesh(), backend="eager"
+        )
         state, metrics = train(train.init({"w": w}), batch)
         update = (w - state.params["w"]).double()
         return {

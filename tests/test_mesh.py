@@ -98,9 +98,21 @@ def test_one_process_needs_no_process_group(monkeypatch):
 @pytest.mark.parametrize(
     ("world", "axes", "said"),
     [
-        (4, {"data": 2}, ["a mesh of 2 devices cannot be made from 4 processes", "WORLD_SIZE: 4", "--nproc-per-node 2"]),
-        (1, {"replica": 2, "data": 4}, ["a mesh of 8 devices cannot be made from 1 processes", "axes: replica=2, data=4", "--nproc-per-node 8"]),
-        (4, {"replica": 3, "data": -1}, ["4 processes do not divide by the product of the given axes, 3", "axes: replica=3, data=-1"]),
+        (
+            4,
+            {"data": 2},
+            ["a mesh of 2 devices cannot be made from 4 processes", "WORLD_SIZE: 4", "--nproc-per-node 2"],
+        ),
+        (
+            1,
+            {"replica": 2, "data": 4},
+            ["a mesh of 8 devices cannot be made from 1 processes", "axes: replica=2, data=4", "--nproc-per-node 8"],
+        ),
+        (
+            4,
+            {"replica": 3, "data": -1},
+            ["4 processes do not divide by the product of the given axes, 3", "axes: replica=3, data=-1"],
+        ),
         (4, {"replica": -1, "data": -1}, ["replica=-1: a size", "data=-1: a size"]),
         (4, {"replica": 0, "data": -1}, ["replica=0: a size"]),
         (4, {"batch": 4}, ["'batch' is not one of"]),
@@ -127,13 +139,29 @@ def _sums(**axes: int) -> dict:
         sums[axis] = int(members)
     again = make_mesh(device="cpu", **axes)  # joins no second process group
     close_mesh()
-    return {"axes": mesh.axes, "sums": sums, "index": mesh.index("data"), "again": again.rank == mesh.rank, "left": not dist.is_initialized()}
+    return {
+        "axes": mesh.axes,
+        "sums": sums,
+        "index": mesh.index("data"),
+        "again": again.rank == mesh.rank,
+        "left": not dist.is_initialized(),
+    }
 
 
 def test_groups_hold_the_ranks_that_differ_in_one_axis(run_ranks):
     for rank, seen in enumerate(run_ranks(2, _sums, replica=1, data=2)):
-        assert seen == {"axes": {"replica": 1, "data": 2}, "sums": {"replica": 2**rank, "data": 0b11}, "index": rank, "again": True, "left": True}
+        assert seen == {
+            "axes": {"replica": 1, "data": 2},
+            "sums": {"replica": 2**rank, "data": 0b11},
+            "index": rank,
+            "again": True,
+            "left": True,
+        }
     for rank, seen in enumerate(run_ranks(3, _sums)):
         assert seen["axes"] == {"data": 3} and seen["sums"] == {"data": 0b111} and seen["index"] == rank
     for rank, seen in enumerate(run_ranks(2, _sums, data=-1, replica=2)):
-        assert seen["axes"] == {"data": 1, "replica": 2} and seen["sums"] == {"data": 2**rank, "replica": 0b11} and seen["index"] == 0
+        assert (
+            seen["axes"] == {"data": 1, "replica": 2}
+            and seen["sums"] == {"data": 2**rank, "replica": 0b11}
+            and seen["index"] == 0
+        )

@@ -1,4 +1,5 @@
-"""Arguments of the wrong kind or in the wrong order, names that do not exist, ranks that stay away: refused by name, with a way out."""
+"""Arguments of the wrong kind or in the wrong order, names that do not exist, ranks that stay away: refused by name,
+with a way out."""
 
 from __future__ import annotations
 
@@ -40,40 +41,99 @@ def made() -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], str]] = {
-    "an int for a key": (lambda train, state, run: train.init(lambda key: META, 0), "fzero.init: a key is a tensor, not int"),
-    "parameters on meta": (lambda train, state, run: train.init(META), "fzero.init: .*\n  params['w']: float32[4, 4] on the meta device"),
-    "a state on meta": (lambda train, state, run: train(state._replace(params=META), X), "fzero.step: .*\n  params['w']: float32[4, 4] on the meta device"),
-    "an evaluation on meta": (lambda train, state, run: run(META, X, X), "fzero.eval_step: .*\n  params['w']: float32[4, 4] on the meta device"),
-    "gather of no state": (lambda train, state, run: train.gather(3), "fzero.gather: the first argument is a State, not int"),
-    "replicas of no state": (lambda train, state, run: train.check_replicas(3), "fzero.check_replicas: the first argument is a State, not int"),
-    "show of no program": (lambda train, state, run: fz.show(3), "fzero.show: prints a program, not int\nFix: fz.show(train.program)"),
+    "an int for a key": (
+        lambda train, state, run: train.init(lambda key: META, 0),
+        "fzero.init: a key is a tensor, not int",
+    ),
+    "parameters on meta": (
+        lambda train, state, run: train.init(META),
+        "fzero.init: .*\n  params['w']: float32[4, 4] on the meta device",
+    ),
+    "a state on meta": (
+        lambda train, state, run: train(state._replace(params=META), X),
+        "fzero.step: .*\n  params['w']: float32[4, 4] on the meta device",
+    ),
+    "an evaluation on meta": (
+        lambda train, state, run: run(META, X, X),
+        "fzero.eval_step: .*\n  params['w']: float32[4, 4] on the meta device",
+    ),
+    "gather of no state": (
+        lambda train, state, run: train.gather(3),
+        "fzero.gather: the first argument is a State, not int",
+    ),
+    "replicas of no state": (
+        lambda train, state, run: train.check_replicas(3),
+        "fzero.check_replicas: the first argument is a State, not int",
+    ),
+    "show of no program": (
+        lambda train, state, run: fz.show(3),
+        "fzero.show: prints a program, not int\nFix: fz.show(train.program)",
+    ),
     "restore of no path": (lambda train, state, run: train.restore(3), "fzero.checkpoint: 3 is not a path"),
-    "an evaluation of a state": (lambda train, state, run: run(state, X, X), "fzero.eval_step: takes parameters, not the State .*\nFix: give state.params"),
+    "an evaluation of a state": (
+        lambda train, state, run: run(state, X, X),
+        "fzero.eval_step: takes parameters, not the State .*\nFix: give state.params",
+    ),
     "a nested tensor in a batch": (
         lambda train, state, run: train(state, {"x": torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)}),
         "a batch is a pytree of dense tensors\n  batch['x']: a nested tensor",
     ),
-    "a profile of no steps": (lambda train, state, run: train.profile(state, X, steps=0), "fzero.profile: .*\n  steps=0: must be at least 1"),
-    "1.5 micro-batches": (lambda train, state, run: fz.accumulate(1.5), "fzero.accumulate: cannot cut a batch into 1.5 micro-batches"),
-    "'2' micro-batches": (lambda train, state, run: fz.accumulate("2"), "fzero.accumulate: cannot cut a batch into '2' micro-batches"),
+    "a profile of no steps": (
+        lambda train, state, run: train.profile(state, X, steps=0),
+        "fzero.profile: .*\n  steps=0: must be at least 1",
+    ),
+    "1.5 micro-batches": (
+        lambda train, state, run: fz.accumulate(1.5),
+        "fzero.accumulate: cannot cut a batch into 1.5 micro-batches",
+    ),
+    "'2' micro-batches": (
+        lambda train, state, run: fz.accumulate("2"),
+        "fzero.accumulate: cannot cut a batch into '2' micro-batches",
+    ),
     "an update without params": (
-        lambda train, state, run: fz.train_step(_loss, GradientTransformation(lambda params: (), lambda grads, state: (grads, state))),
+        lambda train, state, run: fz.train_step(
+            _loss, GradientTransformation(lambda params: (), lambda grads, state: (grads, state))
+        ),
         "optimizer.update=<lambda>(grads, state): must be a function of (grads, opt_state, params)",
     ),
     "save to no path": (lambda train, state, run: fz.checkpoint.save(3, state), "fzero.checkpoint: 3 is not a path"),
-    "save to a file": (lambda train, state, run: fz.checkpoint.save(__file__, state), f"fzero.checkpoint.save: {__file__} is not a directory"),
+    "save to a file": (
+        lambda train, state, run: fz.checkpoint.save(__file__, state),
+        f"fzero.checkpoint.save: {__file__} is not a directory",
+    ),
     "too few arguments": (lambda train, state, run: run(state.params, (X, X)), "fzero.eval_step: _predict(p: "),
-    "too many arguments": (lambda train, state, run: run(state.params, X, X, X), "and 3 more arguments\n  too many positional arguments\nFix: "),
-    "a batch in parts": (lambda train, state, run: train(state, X, X), "fzero.step: takes a state and one batch, not 1 argument more"),
-    "a pickled state": (lambda train, state, run: pickle.dumps(state), "fzero.mesh: .* is not pickled, .*\nFix: fz.checkpoint.save(path, state)"),
-    "torch.save of a leaf": (lambda train, state, run: torch.save(state.params, io.BytesIO()), "Fix: fz.checkpoint.save(path, state)"),
-    "too few, uncompiled": (lambda train, state, run: fz.eval_step(_predict)(state.params, X), "1 more argument\n  missing a required argument: 'y'"),
-    "too few, lowered": (lambda train, state, run: fz.lower(fz.eval_step(_predict), train.mesh, META, (X,)), "missing a required argument: 'y'"),
+    "too many arguments": (
+        lambda train, state, run: run(state.params, X, X, X),
+        "and 3 more arguments\n  too many positional arguments\nFix: ",
+    ),
+    "a batch in parts": (
+        lambda train, state, run: train(state, X, X),
+        "fzero.step: takes a state and one batch, not 1 argument more",
+    ),
+    "a pickled state": (
+        lambda train, state, run: pickle.dumps(state),
+        "fzero.mesh: .* is not pickled, .*\nFix: fz.checkpoint.save(path, state)",
+    ),
+    "torch.save of a leaf": (
+        lambda train, state, run: torch.save(state.params, io.BytesIO()),
+        "Fix: fz.checkpoint.save(path, state)",
+    ),
+    "too few, uncompiled": (
+        lambda train, state, run: fz.eval_step(_predict)(state.params, X),
+        "1 more argument\n  missing a required argument: 'y'",
+    ),
+    "too few, lowered": (
+        lambda train, state, run: fz.lower(fz.eval_step(_predict), train.mesh, META, (X,)),
+        "missing a required argument: 'y'",
+    ),
 }
 DRAWS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is no shape"),
     "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is no shape"),
-    "a dtype for a shape": (lambda key: fz.random.bits(key, torch.float32), "fzero.random.bits: torch.float32 is no shape"),
+    "a dtype for a shape": (
+        lambda key: fz.random.bits(key, torch.float32),
+        "fzero.random.bits: torch.float32 is no shape",
+    ),
     "a text": (lambda key: fz.random.normal(key, "34"), "'34' is no shape"),
     "p before the shape": (lambda key: fz.random.bernoulli(key, 2.0, (3,)), "fzero.random.bernoulli: 2.0 is no shape"),
     "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), X), "p=float32[2, 4]"),
@@ -98,7 +158,9 @@ def test_calls(made: Any) -> None:
     train, state, run = made
     whole = io.BytesIO()
     torch.save(train.gather(state).params, whole)
-    assert torch.equal(torch.load(io.BytesIO(whole.getvalue()))["w"], state.params["w"]), "what is gathered is plain tensors"
+    assert torch.equal(torch.load(io.BytesIO(whole.getvalue()))["w"], state.params["w"]), (
+        "what is gathered is plain tensors"
+    )
     assert int(train(state, X)[0].step) == 1 and run(state.params, X, X).isfinite(), "nothing of it has done harm"
 
 
@@ -115,17 +177,35 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda s: _put(s.params, "w", torch.eye(4).double()),
         "laid out for another step\n  opt_state.mu['w']: float32[4, 4] whole in the state, f",
     ),
-    "no leaf": (lambda s: s.params.pop("w"), "laid out for another step\n  opt_state.mu['w']: in the state, not in this step"),
-    "None": (lambda s: _put(s.params, "w", None), "laid out for another step\n  opt_state.mu['w']: in the state, not in this step"),
+    "no leaf": (
+        lambda s: s.params.pop("w"),
+        "laid out for another step\n  opt_state.mu['w']: in the state, not in this step",
+    ),
+    "None": (
+        lambda s: _put(s.params, "w", None),
+        "laid out for another step\n  opt_state.mu['w']: in the state, not in this step",
+    ),
     "a number": (lambda s: _put(s.params, "w", 1.0), "parameters are tensors\n  params['w']: float"),
-    "a leaf more": (lambda s: _put(s.params, "z", X), "laid out for another step\n  opt_state.mu['z']: not in the state"),
-    "no values": (lambda s: _put(s.params, "w", META["w"]), "these leaves have no values\n  params['w']: float32[4, 4] on the meta device"),
+    "a leaf more": (
+        lambda s: _put(s.params, "z", X),
+        "laid out for another step\n  opt_state.mu['z']: not in the state",
+    ),
+    "no values": (
+        lambda s: _put(s.params, "w", META["w"]),
+        "these leaves have no values\n  params['w']: float32[4, 4] on the meta device",
+    ),
     "expanded": (
         lambda s: _put(s.params, "w", torch.ones(1, 4).expand(4, 4)),
         "no memory of their own\n  params['w']: float32[4, 4], expanded\nFix: give x.clone()",
     ),
-    "overlapping": (lambda s: _put(s.params, "w", s.params["v"].view(2, 4, 4)[1]), "no memory of their own\n  params['v'] and params['w'] share memory"),
-    "a moment of another shape": (lambda s: _put(s.opt_state.mu, "w", X), "opt_state.mu['w']: float32[2, 4] without a layout"),
+    "overlapping": (
+        lambda s: _put(s.params, "w", s.params["v"].view(2, 4, 4)[1]),
+        "no memory of their own\n  params['v'] and params['w'] share memory",
+    ),
+    "a moment of another shape": (
+        lambda s: _put(s.opt_state.mu, "w", X),
+        "opt_state.mu['w']: float32[2, 4] without a layout",
+    ),
 }
 
 
@@ -156,7 +236,9 @@ def test_names_that_do_not_exist() -> None:
         (fz, "fsdp", "shard_params"),
         (fz.checkpoint, "load", "there are Index, check, describe, export, "),
     ]:
-        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'\nFix: .*{words}"):
+        with pytest.raises(
+            AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'\nFix: .*{words}"
+        ):
             getattr(module, name)
     assert not hasattr(fz, "fsdp") and fz.tree is not None
 
@@ -192,14 +274,19 @@ def _averaged() -> str:
 
 def test_what_is_computed_from_shards_has_no_layout(run_ranks: Any) -> None:
     for text in run_ranks(2, _averaged):
-        assert "params['w']: float32[8] without a layout, which is then taken to be whole, in the state, float32[8] sharded over data in this step" in text
+        assert (
+            "params['w']: float32[8] without a layout, which is then taken to be whole, in the state, float32[8] "
+            "sharded over data in this step" in text
+        )
         assert "\nFix: give the trees of the state as they are: what is computed from their leaves" in text
 
 
 def _gathers_alone(folder: str, stage: int) -> str:
     """Rank 0 gathers, the other does something else."""
     mesh = fz.make_mesh(timeout=2)
-    train = fz.compile([fz.data_parallel, fz.shard_params][stage](fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager")
+    train = fz.compile(
+        [fz.data_parallel, fz.shard_params][stage](fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager"
+    )
     state = train.init({"w": torch.eye(4)})
     with ending(folder, last=mesh.rank == 1):
         if mesh.rank == 0:
@@ -219,7 +306,11 @@ def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: P
         if stage == 0:
             assert text == "", "whole leaves are on every rank"
         else:
-            assert "rank 1 did not come in 2 s" in text and text.startswith("fzero.gather: ") and "Fix: call gather on every rank" in text
+            assert (
+                "rank 1 did not come in 2 s" in text
+                and text.startswith("fzero.gather: ")
+                and "Fix: call gather on every rank" in text
+            )
 
 
 def _saves_alone(folder: str) -> str:
@@ -241,7 +332,11 @@ def _saves_alone(folder: str) -> str:
 
 def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
     text, _ = run_ranks(2, _saves_alone, str(tmp_path))
-    assert "rank 1 did not come in 2 s" in text and text.startswith("fzero.checkpoint: ") and "make the call on every rank, outside of `if rank == 0`" in text
+    assert (
+        "rank 1 did not come in 2 s" in text
+        and text.startswith("fzero.checkpoint: ")
+        and "make the call on every rank, outside of `if rank == 0`" in text
+    )
     assert fz.checkpoint.find(tmp_path / "alone") is None and fz.checkpoint.latest(tmp_path / "run") is not None
 
 
@@ -270,7 +365,10 @@ def _evaluates() -> list[str]:
 
 def test_an_evaluation_of_each_ranks_own_mean_says_so_once(run_ranks: Any) -> None:
     first, other = run_ranks(2, _evaluates)
-    assert first == ["mean: 1 of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) is the mean over all ranks"]
+    assert first == [
+        "mean: 1 of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) is the "
+        "mean over all ranks"
+    ]
     assert other == []
 
 
@@ -292,4 +390,7 @@ def test_a_module_given_to_a_block_names_functional_call() -> None:
     layer = Layer(4, 4)
     step = fz.train_step(lambda p, x: torch.func.functional_call(layer, p, (x,)).square().mean(), optim.sgd(0.1))
     params = {name: x.detach() for name, x in layer.named_parameters()}
-    _raises(lambda: fz.lower(step, fz.AbstractMesh(data=1), params, X), "params: Layer\nFix: give the layer's tensors: fz.block(")
+    _raises(
+        lambda: fz.lower(step, fz.AbstractMesh(data=1), params, X),
+        "params: Layer\nFix: give the layer's tensors: fz.block(",
+    )

@@ -1,4 +1,5 @@
-"""train_step(mutable=): leaves whose new values the loss function returns. Batch norms' running statistics are PyTorch's, or the mean of the parts'."""
+"""train_step(mutable=): leaves whose new values the loss function returns. Batch norms' running statistics are
+PyTorch's, or the mean of the parts'."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def is_buffer(path: str, leaf: Any = None) -> bool:
     return "running" in path or "num_batches" in path
 
 
-def forward(module: nn.Module, p: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def forward(
+    module: nn.Module, p: dict[str, torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What a module returns, and its buffers afterwards: it changes copies of those it is given."""
     given = {name: leaf.clone() if is_buffer(name) else leaf for name, leaf in p.items()}
     y = torch.func.functional_call(module, given, (x,))
@@ -65,12 +68,15 @@ def make(*transforms: Any, loss: Any = loss_fn, **kwargs: Any) -> fz.Step:
 
 
 def batches(num: int, rows: int = 12) -> list[dict[str, torch.Tensor]]:
-    draw = lambda i: fz.random.normal(fz.random.key(i), (rows, 1, 6, 6)) * (1 + i) + torch.arange(rows).view(-1, 1, 1, 1) / 4  # noqa: E731
+    draw = lambda i: (
+        fz.random.normal(fz.random.key(i), (rows, 1, 6, 6)) * (1 + i) + torch.arange(rows).view(-1, 1, 1, 1) / 4
+    )  # noqa: E731
     return [{"x": draw(i), "y": (torch.arange(rows) + i) % 2} for i in range(num)]
 
 
 def pytorch(parts: int, num: int, rows: int = 12) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """What PyTorch's modules come to, step by step: each part of a batch by itself, then the mean of gradients and of running statistics."""
+    """What PyTorch's modules come to, step by step: each part of a batch by itself, then the mean of gradients and of
+    running statistics."""
     state, out = init(), []
     for batch in batches(num, rows):
         seen, grads = [], []
@@ -85,7 +91,11 @@ def pytorch(parts: int, num: int, rows: int = 12) -> list[dict[str, dict[str, to
         means = iter([sum(g) / parts for g in zip(*grads, strict=True)])
         state = {
             stage: {
-                name: leaf + -LR * next(means) if not is_buffer(name) else sum(at[stage][name] for at in seen) / parts if leaf.is_floating_point() else leaf + 1
+                name: leaf + -LR * next(means)
+                if not is_buffer(name)
+                else sum(at[stage][name] for at in seen) / parts
+                if leaf.is_floating_point()
+                else leaf + 1
                 for name, leaf in p.items()
             }
             for stage, p in state.items()
@@ -137,7 +147,9 @@ def test_the_plain_step_is_pytorchs():
     state = step.init(init())
     for batch, expected in zip(batches(3), pytorch(parts=1, num=3), strict=True):
         state, metrics = step(state, batch)
-        assert [n for n, x in flat(expected).items() if not torch.equal(flat(state.params)[n], x)] == [] and "aux" not in metrics
+        assert [
+            n for n, x in flat(expected).items() if not torch.equal(flat(state.params)[n], x)
+        ] == [] and "aux" not in metrics
     assert not any(x.requires_grad for x in flat(state.params).values())
 
 
@@ -152,7 +164,9 @@ def test_micro_batches_are_averaged(vertical):
 
 @pytest.mark.parametrize("where", [None, lambda path, leaf: "'1." not in path], ids=["all", "but the norms"])
 def test_batch_norm_computes_in_bf16_with_statistics_in_fp32(where):
-    for got, expected in zip(run(fz.make_mesh(data=1), make(fz.mixed_precision("bf16", where=where))), pytorch(parts=1, num=3), strict=True):
+    for got, expected in zip(
+        run(fz.make_mesh(data=1), make(fz.mixed_precision("bf16", where=where))), pytorch(parts=1, num=3), strict=True
+    ):
         for name, x in flat(expected).items():
             assert got[name].dtype == x.dtype
             torch.testing.assert_close(got[name], x, rtol=0.05, atol=0.05, msg=name)
@@ -168,30 +182,59 @@ def test_it_is_neither_cast_nor_offloaded_nor_multiplied_in_8_bits():
         return h.float().square().mean(), {"rows": torch.tensor(8.0)}, new
 
     params = {"w": torch.eye(16), "mean": torch.zeros(16), "count": torch.zeros((2, 2), dtype=torch.int32)}
-    transforms = (fz.mixed_precision("bf16", params="bf16"), fz.offload("cpu", ("opt_state", "params")), fz.fp8(), fz.shard_params())
+    transforms = (
+        fz.mixed_precision("bf16", params="bf16"),
+        fz.offload("cpu", ("opt_state", "params")),
+        fz.fp8(),
+        fz.shard_params(),
+    )
     step = fz.train_step(loss, optim.adamw(1e-3), has_aux=True, mutable=lambda path, leaf: "w" not in path)
     train = fz.compile(fz.compose(*transforms)(step), fz.make_mesh(), backend="eager")
     state = train.init(params)
-    assert [p for p in fz.tree.paths(state.opt_state, "opt_state") if "'" in p] == ["opt_state.mu['w']", "opt_state.nu['w']"]
+    assert [p for p in fz.tree.paths(state.opt_state, "opt_state") if "'" in p] == [
+        "opt_state.mu['w']",
+        "opt_state.nu['w']",
+    ]
     state, metrics = train(state, torch.ones(16, 16))
     assert seen[:3] == [torch.float32, torch.int32, torch.bfloat16] and metrics["aux"]["rows"] == 8
-    found = {name: (leaf.dtype, leaf.layout.tier, leaf.layout.axes, leaf.role) for name, leaf in train.program.leaves.items() if name.startswith("params")}
-    assert found["params['mean']"] == (torch.float32, "device", (), "mutable") and found["params['w']"][:2] == (torch.bfloat16, "host")
-    assert torch.equal(state.params["mean"], torch.full((16,), 0.5)) and torch.equal(state.params["count"], torch.ones((2, 2), dtype=torch.int32))
+    found = {
+        name: (leaf.dtype, leaf.layout.tier, leaf.layout.axes, leaf.role)
+        for name, leaf in train.program.leaves.items()
+        if name.startswith("params")
+    }
+    assert found["params['mean']"] == (torch.float32, "device", (), "mutable") and found["params['w']"][:2] == (
+        torch.bfloat16,
+        "host",
+    )
+    assert torch.equal(state.params["mean"], torch.full((16,), 0.5)) and torch.equal(
+        state.params["count"], torch.ones((2, 2), dtype=torch.int32)
+    )
 
 
 def test_a_skipped_step_leaves_it_as_it_is():
     def loss(params, batch):
-        return (params["w"] * batch).sum() * 1e3, {"mean": params["mean"] + batch.float().mean(0), "count": params["count"] + 1}
+        return (params["w"] * batch).sum() * 1e3, {
+            "mean": params["mean"] + batch.float().mean(0),
+            "count": params["count"] + 1,
+        }
 
     step = fz.train_step(loss, optim.sgd(1e-6), mutable=lambda path, leaf: "w" not in path)
-    train = fz.compile(fz.mixed_precision("fp16", loss_scale=fz.LossScale(2.0**12, hysteresis=1))(step), fz.make_mesh(), backend="eager")
-    state, moved = train.init({"w": torch.ones(2), "mean": torch.zeros(2), "count": torch.zeros((), dtype=torch.int64)}), []
+    train = fz.compile(
+        fz.mixed_precision("fp16", loss_scale=fz.LossScale(2.0**12, hysteresis=1))(step),
+        fz.make_mesh(),
+        backend="eager",
+    )
+    state, moved = (
+        train.init({"w": torch.ones(2), "mean": torch.zeros(2), "count": torch.zeros((), dtype=torch.int64)}),
+        [],
+    )
     for _ in range(12):
         before = float(state.params["mean"][0])
         state, metrics = train(state, torch.ones(4, 2))
         moved.append((bool(metrics["skipped"]), float(state.params["mean"][0]) - before))
-    assert {(True, 0.0), (False, 1.0)} == set(moved) and state.params["count"] == state.step == sum(not skipped for skipped, _ in moved)
+    assert {(True, 0.0), (False, 1.0)} == set(moved) and state.params["count"] == state.step == sum(
+        not skipped for skipped, _ in moved
+    )
 
 
 # ranks
@@ -215,7 +258,9 @@ def test_ranks_are_averaged(run_ranks, ranks, stage, micro):
 
 
 def on_a_replica_axis() -> Any:
-    return run(fz.make_mesh(replica=2, data=2), make(fz.data_parallel(axis="replica"), fz.shard_params()), num=1, rows=24)[0]
+    return run(
+        fz.make_mesh(replica=2, data=2), make(fz.data_parallel(axis="replica"), fz.shard_params()), num=1, rows=24
+    )[0]
 
 
 def test_every_axis_of_the_batch_is_averaged_over(run_ranks):
@@ -279,8 +324,14 @@ def differing(rank: bool) -> Any:
 def test_values_that_are_not_averaged_must_agree(run_ranks):
     for rank in run_ranks(2, differing, True, expect_error=True):
         assert rank.type == "FzeroValueError" and "Fix: " in rank.message
-        assert "params['rows']: not the same" in rank.message and "params['seen']" in rank.message and "params['steps']" not in rank.message
-    raises(FzeroValueError, lambda: differing(False), "params['rows']: not the same on every rank and in every micro-batch")
+        assert (
+            "params['rows']: not the same" in rank.message
+            and "params['seen']" in rank.message
+            and "params['steps']" not in rank.message
+        )
+    raises(
+        FzeroValueError, lambda: differing(False), "params['rows']: not the same on every rank and in every micro-batch"
+    )
 
 
 def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
@@ -322,11 +373,23 @@ def returning(new: Any, **kwargs: Any) -> fz.Step:
             {},
             ["float64[4] for a leaf that is float32[4]", "params['bn']['n']"],
         ),
-        (lambda p: ({"bn": {"mean": p["bn"]["mean"].mean(), "n": 1}},), {}, ["params['bn']['mean']: float32[] for", "params['bn']['n']: int for"]),
-        (lambda p: ({**p, "w": p["w"] + 1},), {}, ["params['w']: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"]),
+        (
+            lambda p: ({"bn": {"mean": p["bn"]["mean"].mean(), "n": 1}},),
+            {},
+            ["params['bn']['mean']: float32[] for", "params['bn']['n']: int for"],
+        ),
+        (
+            lambda p: ({**p, "w": p["w"] + 1},),
+            {},
+            ["params['w']: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"],
+        ),
         (lambda p: ({**p, "ema": p["w"]},), {}, ["params['ema']: params has no such leaf"]),
         (lambda p: (), {}, ["mutable, but the loss function returned float32[]", "return (loss, new)"]),
-        (lambda p: (p,), {"has_aux": True}, ["has_aux=True and mutable, but the loss function returned a tuple of 2", "return (loss, aux, new)"]),
+        (
+            lambda p: (p,),
+            {"has_aux": True},
+            ["has_aux=True and mutable, but the loss function returned a tuple of 2", "return (loss, aux, new)"],
+        ),
         (lambda p: (p,), {"mutable": None}, ["a tuple of 2", "mutable=predicate"]),
     ],
     ids=["missing", "none", "dtypes", "shapes", "not mutable", "unknown", "no values", "no aux", "not asked for"],
@@ -341,19 +404,46 @@ def test_wrong_new_values(new, kwargs, words):
 
 
 def test_wrong_predicates():
-    raises(FzeroTypeError, lambda: fz.train_step(loss_fn, optim.sgd(0.1), mutable=["bn"]), "mutable=['bn']: a predicate is a function of (path, leaf)")
+    raises(
+        FzeroTypeError,
+        lambda: fz.train_step(loss_fn, optim.sgd(0.1), mutable=["bn"]),
+        "mutable=['bn']: a predicate is a function of (path, leaf)",
+    )
     one = torch.zeros(4)
     tied = {"w": torch.ones(4), "a": one, "b": one}
-    torn = fz.train_step(lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1}), optim.sgd(0.1), mutable=lambda path, leaf: "'a'" in path)
-    raises(FzeroValueError, lambda: torn.init(tied), "params['a'] and params['b'] are one tensor: `mutable` accepts params['a']")
-    two = fz.train_step(lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1, "b": p["b"] + 1}), optim.sgd(0.1), mutable=lambda path, leaf: "w" not in path)
-    raises(FzeroTypeError, lambda: fz.lower(two, fz.AbstractMesh(data=1), tied, X), "params['b']: another value than params['a']")
-    once = fz.train_step(lambda p, x: ((x @ p["w"]).mean(), {"b": p["b"] + 1}), optim.sgd(0.1), mutable=lambda path, leaf: "w" not in path)
+    torn = fz.train_step(
+        lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1}), optim.sgd(0.1), mutable=lambda path, leaf: "'a'" in path
+    )
+    raises(
+        FzeroValueError,
+        lambda: torn.init(tied),
+        "params['a'] and params['b'] are one tensor: `mutable` accepts params['a']",
+    )
+    two = fz.train_step(
+        lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1, "b": p["b"] + 1}),
+        optim.sgd(0.1),
+        mutable=lambda path, leaf: "w" not in path,
+    )
+    raises(
+        FzeroTypeError,
+        lambda: fz.lower(two, fz.AbstractMesh(data=1), tied, X),
+        "params['b']: another value than params['a']",
+    )
+    once = fz.train_step(
+        lambda p, x: ((x @ p["w"]).mean(), {"b": p["b"] + 1}),
+        optim.sgd(0.1),
+        mutable=lambda path, leaf: "w" not in path,
+    )
     train = fz.compile(once, fz.make_mesh(), backend="eager")
     state, _ = train(train.init(tied), X)
     assert state.params["a"] is state.params["b"] and torch.equal(state.params["a"], torch.ones(4))
     turned = {"w": torch.ones(4), "a": torch.zeros(4, dtype=torch.complex64)}
-    raises(FzeroTypeError, lambda: fz.lower(once, fz.AbstractMesh(data=1), turned, X), "params['a']: complex64[4]", "view_as_real")
+    raises(
+        FzeroTypeError,
+        lambda: fz.lower(once, fz.AbstractMesh(data=1), turned, X),
+        "params['a']: complex64[4]",
+        "view_as_real",
+    )
 
 
 # the program
@@ -371,11 +461,14 @@ def centred_loss(params, x):
 
 
 def test_golden():
-    """The statistics travel with the loss and are assigned by the update; the counter is compared by its largest and smallest."""
+    """The statistics travel with the loss and are assigned by the update; the counter is compared by its largest and
+    smallest."""
     meta = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     params = {"mean": meta(8), "steps": meta(dtype=torch.int64), "w": meta(4, 8)}
     step = fz.train_step(centred_loss, optim.sgd(LR), mutable=lambda path, leaf: "w" not in path)
-    program = fz.lower(fz.compose(fz.shard_grads(), fz.accumulate(2))(step), fz.AbstractMesh(data=2), params, meta(6, 4)).program
+    program = fz.lower(
+        fz.compose(fz.shard_grads(), fz.accumulate(2))(step), fz.AbstractMesh(data=2), params, meta(6, 4)
+    ).program
     path = Path(__file__).parent / "goldens" / "mutable.txt"
     if os.environ.get("FZERO_UPDATE_GOLDENS"):
         path.write_text(str(program))

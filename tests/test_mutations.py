@@ -1,7 +1,8 @@
-"""Programs broken by hand in every way that a rewrite could break them: each mutation of each line is refused, or changes nothing that is read.
+"""Programs broken by hand in every way that a rewrite could break them: each mutation of each line is refused, or
+changes nothing that is read.
 
-Most of these break a rule that fzero/program/verify.py names; some break none (an op that does not exist, an attribute nobody reads, an axis that the
-mesh lacks), and are refused because what is not allowed is forbidden.
+Most of these break a rule that fzero/program/verify.py names; some break none (an op that does not exist, an attribute
+nobody reads, an axis that the mesh lacks), and are refused because what is not allowed is forbidden.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     "stage_1": (fz.shard_opt_state(), fz.AbstractMesh(data=2)),
     "stage_2_accumulate": (fz.compose(fz.shard_grads(), fz.accumulate(2)), fz.AbstractMesh(data=2)),
     "stage_3_bf16": (fz.compose(fz.shard_params(), fz.mixed_precision("bf16")), fz.AbstractMesh(data=2)),
-    "stage_3_stochastic": (fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")), fz.AbstractMesh(data=3)),
+    "stage_3_stochastic": (
+        fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")),
+        fz.AbstractMesh(data=3),
+    ),
     "stage_3_vertical": (fz.compose(fz.shard_params(), fz.accumulate(3, vertical=True)), fz.AbstractMesh(data=2)),
-    "hsdp_fp16": (fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")), fz.AbstractMesh(replica=2, data=2)),
+    "hsdp_fp16": (
+        fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")),
+        fz.AbstractMesh(replica=2, data=2),
+    ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "offload_nvme": (
         fz.compose(fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "params"), path="/scratch")),
@@ -73,7 +80,8 @@ def every_line(lines: tuple[Line, ...], path: tuple[int, ...] = ()) -> Iterator[
 
 
 def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, ...]]]:
-    """What a line is broken to, with a name for how. Which of the leaves a line is about, the types cannot know: such swaps are left to `check_equivalent`."""
+    """What a line is broken to, with a name for how. Which of the leaves a line is about, the types cannot know: such
+    swaps are left to `check_equivalent`."""
     row = OPS[line.op]
     read = {a for x, _ in program.walk() for a in x.args} | {*program.outputs}
     if line.writes or line.body or any(v.name in read for v in line.out):
@@ -91,7 +99,8 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
         yield "no axes", (replace(line, attrs={**line.attrs, "axes": ()}),)
     if "op" in line.attrs:
         yield "an unknown reduction", (replace(line, attrs={**line.attrs, "op": "mean"}),)
-        # of a shard that is already summed over ranks its type does not say how it adds up over micro-batches: left to `check_equivalent`
+        # of a shard that is already summed over ranks its type does not say how it adds up over micro-batches: left to
+        # `check_equivalent`
         told = all(program.values_by_name[a].placement.partial for a in line.args)
         for op in {"sum", "max", "min"} - {line.attrs["op"]} if told else ():
             yield f"a reduction by {op}", (replace(line, attrs={**line.attrs, "op": op}),)
@@ -108,14 +117,22 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
     yield "one argument more", (replace(line, args=(*line.args, "step")),)
     for i, v in enumerate(line.out):
         other = torch.float64 if v.dtype != torch.float64 else torch.float32
-        changes = {"shape": (*v.shape, 7), "placement": Placement("shard", ("nowhere",)), "tier": "disk"} | ({"dtype": other} if not row.args else {})
+        changes = {"shape": (*v.shape, 7), "placement": Placement("shard", ("nowhere",)), "tier": "disk"} | (
+            {"dtype": other} if not row.args else {}
+        )
         changes |= {} if v.placement.kind == "moving" else {"dtype": other}
         if v.placement.kind == "moving":
             changes = {"placement": Placement()}
         if v.placement.kind != "whole" or v.placement.partial:
-            yield f"result {i} taken for whole", (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),)
+            yield (
+                f"result {i} taken for whole",
+                (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),),
+            )
         for what, x in changes.items():
-            yield f"result {i} of another {what}", (replace(line, out=(*line.out[:i], replace(v, **{what: x}), *line.out[i + 1 :])),)
+            yield (
+                f"result {i} of another {what}",
+                (replace(line, out=(*line.out[:i], replace(v, **{what: x}), *line.out[i + 1 :])),),
+            )
     if line.out:
         yield "a result missing", (replace(line, out=line.out[:-1]),)
         yield "one result more", (replace(line, out=(*line.out, replace(line.out[0], name="more"))),)
@@ -150,7 +167,11 @@ def test_no_mutation_is_accepted(name: str) -> None:
 def test_the_programs_have_every_op() -> None:
     """Or an op's rule would be broken by nothing here."""
     seen = {line.op for name in PROGRAMS for line, _ in program_of(name).walk()}
-    assert {*OPS} - seen == {"update", "redo", "zeros"}  # of programs that are not cut, and of guesses: in tests/test_verify.py and tests/test_guess.py
+    assert {*OPS} - seen == {
+        "update",
+        "redo",
+        "zeros",
+    }  # of programs that are not cut, and of guesses: in tests/test_verify.py and tests/test_guess.py
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -159,7 +180,10 @@ def test_a_leaf_that_is_not_assigned_is_missed(name: str) -> None:
     program = program_of(name)
     for path, line in every_line(program.lines):
         if line.writes and line.op in ("assign", "call"):
-            with pytest.raises(VerifyError, match=r"is never written, but the step assigns it|that no line has written, is stored in it"):
+            with pytest.raises(
+                VerifyError,
+                match=r"is never written, but the step assigns it|that no line has written, is stored in it",
+            ):
                 verify(replace(program, lines=spliced(program.lines, path, ())))
 
 

@@ -1,4 +1,5 @@
-"""Offload against the same step without it, on one process: every tier and role beside every other transform, bit for bit.
+"""Offload against the same step without it, on one process: every tier and role beside every other transform, bit for
+bit.
 
 Ranks: test_offload_ranks.py. The program: test_offload_program.py.
 """
@@ -47,7 +48,13 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return out
 
 
-CHOSEN = ["cpu half", "cpu where", "nvme half", "nvme where", "other mix"]  # which differ from others in the leaves that they take
+CHOSEN = [
+    "cpu half",
+    "cpu where",
+    "nvme half",
+    "nvme where",
+    "other mix",
+]  # which differ from others in the leaves that they take
 BESIDE = ["none", "accumulate", "bf16, remat full", "bf16, accumulate", "shard"]
 CASES = [
     *pairwise(sorted(OFFLOADS.keys() - CHOSEN), BESIDE, range(len(TRAINED)), sorted(MEMORIES)),
@@ -69,7 +76,9 @@ def plain(extra: str = "none", model: str = "gpt", optimizer: str = "adamw", num
 @pytest.mark.parametrize("name", sorted(OFFLOADS))
 def test_a_step_with_offload_equals_the_step_without(tmp_path: Path, name: str) -> None:
     cases = [case for case in CASES if case[0] == name]
-    assert {case[1] for case in cases} == set(BESIDE[3:] if name in CHOSEN else BESIDE) and len({case[3] for case in cases}) == 2
+    assert {case[1] for case in cases} == set(BESIDE[3:] if name in CHOSEN else BESIDE) and len(
+        {case[3] for case in cases}
+    ) == 2
     for _, extra, which, memory in cases:
         mesh = fz.make_mesh(data=1, unified_memory=MEMORIES[memory])
         found, train, state = trained(mesh, (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), *TRAINED[which])
@@ -89,9 +98,13 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("name", "extra", "model", "optimizer"), MIXED)
-def test_blocks_that_are_updated_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, extra: str, model: str, optimizer: str) -> None:
+def test_blocks_that_are_updated_on_either_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, extra: str, model: str, optimizer: str
+) -> None:
     monkeypatch.setattr(lower_file, "choose_share", lambda build, ends, budget: replace(ends[0], host_share=0.5))
-    found, train, _ = trained(fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), model, optimizer)
+    found, train, _ = trained(
+        fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), model, optimizer
+    )
     num, total = blocks_updated_on_host(train.program)
     assert 0 < num < total and same(found, without(extra, model, optimizer))
 
@@ -110,7 +123,10 @@ def half_of(*offloads: str, by: str) -> list[tuple[str, bool]]:
 def test_optimizers_whose_state_moves(tmp_path: Path, name: str) -> None:
     """Leaves that take each other's values: those of before any was overwritten, wherever they rest."""
     out = []
-    for transforms, memory in [((), True), *((OFFLOADS[o](tmp_path), m) for o, m in half_of("cpu all", "nvme both", "mix", "nvme on device", by=name))]:
+    for transforms, memory in [
+        ((), True),
+        *((OFFLOADS[o](tmp_path), m) for o, m in half_of("cpu all", "nvme both", "mix", "nvme on device", by=name)),
+    ]:
         step = fz.compose(*transforms)(fz.train_step(test_update.loss_fn, getattr(test_update, name)()))
         train = fz.compile(step, fz.make_mesh(data=1, unified_memory=memory), backend="eager")
         state = train.init(test_update.PARAMS)
@@ -124,7 +140,10 @@ def test_optimizers_whose_state_moves(tmp_path: Path, name: str) -> None:
 def test_tied_leaves_rest_once(tmp_path: Path, name: str) -> None:
     case, out = test_trees.CASES[name], []
     keywords = {"trainable": case.trainable} if case.trainable else {}
-    for transforms, memory in [((), True), *((OFFLOADS[o](tmp_path), m) for o, m in half_of("cpu all", "nvme both", "nvme half", by=name))]:
+    for transforms, memory in [
+        ((), True),
+        *((OFFLOADS[o](tmp_path), m) for o, m in half_of("cpu all", "nvme both", "nvme half", by=name)),
+    ]:
         step = fz.compose(*transforms)(fz.train_step(case.loss, optim.adamw(1e-2), **keywords))
         train = fz.compile(step, fz.make_mesh(data=1, unified_memory=memory), backend="eager")
         state = train.init(case.make())
@@ -148,7 +167,9 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         want = trained(fz.make_mesh(data=1), EXTRAS[extra], "dropout")[0]
         assert not same(want, without(extra, "gpt", "adamw"))
         for name in ("cpu all", "nvme both"):
-            found = trained(fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), "dropout")[0]
+            found = trained(
+                fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), "dropout"
+            )[0]
             assert same(found, want), (extra, name)
 
 
@@ -156,12 +177,17 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def evaluated(extra: str, model: str) -> tuple[Any, torch.Tensor]:
     """Without offload: a training, and the loss of its last parameters."""
     found, _, state = trained(fz.make_mesh(data=1), EXTRAS[extra], model)
-    evaluate = fz.compile(fz.compose(*EXTRAS[extra])(fz.eval_step(MODELS[model].loss)), fz.make_mesh(data=1), backend="eager")
+    evaluate = fz.compile(
+        fz.compose(*EXTRAS[extra])(fz.eval_step(MODELS[model].loss)), fz.make_mesh(data=1), backend="eager"
+    )
     return found, evaluate(state.params, models.batches(1)[0])
 
 
 @pytest.mark.parametrize(("extra", "memory"), [("none", True), ("bf16", False)])
-@pytest.mark.parametrize(("name", "model"), [("cpu opt_state", "bare"), ("cpu all", "mixed"), ("nvme both", "gpt"), ("nvme where", "mixed"), ("mix", "bare")])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("cpu opt_state", "bare"), ("cpu all", "mixed"), ("nvme both", "gpt"), ("nvme where", "mixed"), ("mix", "bare")],
+)
 def test_evaluation_reads_what_training_keeps(tmp_path: Path, name: str, model: str, extra: str, memory: bool) -> None:
     transforms, mesh = (*OFFLOADS[name](tmp_path), *EXTRAS[extra]), fz.make_mesh(data=1, unified_memory=memory)
     want, predicted = evaluated(extra, model)
@@ -194,7 +220,9 @@ def test_compiled_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     want, *_ = trained(fz.make_mesh(data=1), EXTRAS["bf16"], "wide", "clipped", backend="inductor")
     num = len(list((tmp_path / "cache" / "functions").iterdir()))
     found, *_ = trained(apart, (*EXTRAS["bf16"], *off), "wide", "clipped", backend="inductor")
-    assert num >= 8 and len(list((tmp_path / "cache" / "functions").iterdir())) > num, "the host's updates are compiled as well"
+    assert num >= 8 and len(list((tmp_path / "cache" / "functions").iterdir())) > num, (
+        "the host's updates are compiled as well"
+    )
     assert same(found, want)
     torch.testing.assert_close(want[0], without("bf16", "wide", "clipped")[0], rtol=1e-2, atol=0)
 
@@ -202,7 +230,10 @@ def test_compiled_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["cpu opt_state", "nvme both"])
 def test_a_memory_budget_beside_offload(tmp_path: Path, name: str) -> None:
     """What is kept for the backward, chosen to fit: fewer bytes, the same numbers."""
-    mesh, transforms = fz.make_mesh(data=1, unified_memory=False), (*OFFLOADS[name](tmp_path), fz.remat("auto"), fz.accumulate(2))
+    mesh, transforms = (
+        fz.make_mesh(data=1, unified_memory=False),
+        (*OFFLOADS[name](tmp_path), fz.remat("auto"), fz.accumulate(2)),
+    )
     want = trained(fz.make_mesh(data=1), (fz.accumulate(2), fz.remat("full")))[0]
     free, train, _ = trained(mesh, transforms, memory_budget="1GiB")
     least = trained(mesh, (*OFFLOADS[name](tmp_path), fz.remat("full"), fz.accumulate(2)))[1].plan.peak_bytes
@@ -218,7 +249,12 @@ def test_a_memory_budget_beside_offload(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "other", "model"),
-    [("nvme both", "nothing", "gpt"), ("nvme opt_state", "nvme half", "mixed"), ("mix", "nothing", "mixed"), ("cpu all", "nvme half", "bare")],
+    [
+        ("nvme both", "nothing", "gpt"),
+        ("nvme opt_state", "nvme half", "mixed"),
+        ("mix", "nothing", "mixed"),
+        ("cpu all", "nvme half", "bare"),
+    ],
 )
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, other: str, model: str) -> None:
     """From a checkpoint of any tier into any tier; and a state is gathered in the middle without a trace."""

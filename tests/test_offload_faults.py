@@ -1,4 +1,5 @@
-"""Disks that fail while a step runs, and runs that end badly: one error on every rank, no hang, and a checkpoint to go on from."""
+"""Disks that fail while a step runs, and runs that end badly: one error on every rank, no hang, and a checkpoint to go
+on from."""
 
 from __future__ import annotations
 
@@ -66,8 +67,16 @@ def stops(after: int) -> Callable[[Call], Call]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[int], Callable[[Call], Call]], str]] = {
-    "a read error": ("preadv", lambda after: fails(errno.EIO, after), f"a read of scratch files failed: {os.strerror(errno.EIO)}"),
-    "a full disk": ("pwritev", lambda after: fails(errno.ENOSPC, after), f"a write of scratch files failed: {os.strerror(errno.ENOSPC)}"),
+    "a read error": (
+        "preadv",
+        lambda after: fails(errno.EIO, after),
+        f"a read of scratch files failed: {os.strerror(errno.EIO)}",
+    ),
+    "a full disk": (
+        "pwritev",
+        lambda after: fails(errno.ENOSPC, after),
+        f"a write of scratch files failed: {os.strerror(errno.ENOSPC)}",
+    ),
     "a short read": ("preadv", stops, "a read of scratch files failed: it stopped after 0 of "),
 }
 
@@ -78,8 +87,11 @@ def compiled(mesh: fz.Mesh, path: str) -> Any:
     return fz.compile(fz.compose(*transforms)(step), mesh, backend="eager")
 
 
-def faulty_run(path: str, fault: str, rank: int, after: int, mesh_options: dict[str, Any]) -> tuple[list[str], bool, int]:
-    """Trains two steps and saves, fails in the third on one rank, goes on from the checkpoint to the fourth: errors, whether all is well, files left."""
+def faulty_run(
+    path: str, fault: str, rank: int, after: int, mesh_options: dict[str, Any]
+) -> tuple[list[str], bool, int]:
+    """Trains two steps and saves, fails in the third on one rank, goes on from the checkpoint to the fourth: errors,
+    whether all is well, files left."""
     mesh = fz.make_mesh(data=-1, **mesh_options)
     data = [models.part(b, mesh) for b in models.batches(4)]
     train = compiled(mesh, path)
@@ -117,7 +129,12 @@ def check_errors(results: list[Any], fault: str, rank: int, path: Path) -> None:
     ((text,),) = texts
     lines = text.splitlines()
     assert lines[0] == "fzero.step: a disk failed while the step ran" and len(lines) == 3, text
-    assert FAULTS[fault][2] in text and str(path) in text and lines[-1].startswith("Fix: ") and "last checkpoint" in lines[-1]
+    assert (
+        FAULTS[fault][2] in text
+        and str(path) in text
+        and lines[-1].startswith("Fix: ")
+        and "last checkpoint" in lines[-1]
+    )
     assert len(results) == 1 or (f"rank {rank}: " in text and f"rank {1 - rank}: " not in text)
     assert all(equal for _, equal, _ in results), "restored, it goes on as if nothing had been"
 
@@ -132,9 +149,13 @@ def test_a_fault_on_one_process(tmp_path: Path, fault: str, after: int) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"] and len(os.listdir("/proc/self/fd")) <= num
 
 
-@pytest.mark.parametrize(("fault", "rank", "shared"), [("a read error", 1, True), ("a full disk", 0, False), ("a short read", 1, True)])
+@pytest.mark.parametrize(
+    ("fault", "rank", "shared"), [("a read error", 1, True), ("a full disk", 0, False), ("a short read", 1, True)]
+)
 def test_a_fault_on_one_of_two_ranks(run_ranks: Any, tmp_path: Path, fault: str, rank: int, shared: bool) -> None:
-    results = run_ranks(2, faulty_run, str(tmp_path), fault, rank, 5, {"shared_memory": shared, "timeout": 20}, timeout=60)
+    results = run_ranks(
+        2, faulty_run, str(tmp_path), fault, rank, 5, {"shared_memory": shared, "timeout": 20}, timeout=60
+    )
     check_errors(results, fault, rank, tmp_path)
 
 

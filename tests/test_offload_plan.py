@@ -1,4 +1,5 @@
-"""The plan of tiers: bytes at rest and at the peak of each, what copies and the host's functions cost, what bounds a step, what `auto` chooses."""
+"""The plan of tiers: bytes at rest and at the peak of each, what copies and the host's functions cost, what bounds a
+step, what `auto` chooses."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
 
 
-def made(*transforms: Any, mesh: fz.AbstractMesh = APART, layers: int = 2, width: int = models.WIDTH, optimizer: str = "clipped", **kwargs: Any) -> fz.Lowered:
+def made(
+    *transforms: Any,
+    mesh: fz.AbstractMesh = APART,
+    layers: int = 2,
+    width: int = models.WIDTH,
+    optimizer: str = "clipped",
+    **kwargs: Any,
+) -> fz.Lowered:
     step = fz.train_step(models.gpt_loss, OPTIMIZERS[optimizer]())
     init = functools.partial(models.gpt_init, layers=layers, width=width)
     return fz.lower(fz.compose(*transforms)(step), mesh, init, meta_part(batches(1)[0], mesh.size), **kwargs)
@@ -57,38 +65,66 @@ def call(fn: str, arg: str, out: str, on: str = "device") -> Line:
 
 
 def move(op: str, arg: str, out: str, tier: str) -> tuple[Line, Line]:
-    return Line(f"{op}_start", (arg,), handle(f"{op}_{out}")), Line("wait", (f"{op}_{out}",), (Value(out, (1,), F32, tier=tier),))
+    return Line(f"{op}_start", (arg,), handle(f"{op}_{out}")), Line(
+        "wait", (f"{op}_{out}",), (Value(out, (1,), F32, tier=tier),)
+    )
 
 
 def timed(lines: list[Line], times: dict[str, float], asynchronous: bool = True) -> Any:
     program = Program("hand", APART, (Value("x", (1,), F32),), {}, tuple(lines), (), {})
-    return simulate(program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous)
+    return simulate(
+        program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous
+    )
 
 
 def update_on_host() -> list[Line]:
-    """A gradient travels, the host updates, the parameter comes back for `last`; `other` was told to the device before."""
+    """A gradient travels, the host updates, the parameter comes back for `last`; `other` was told to the device
+    before."""
     out, arrived = move("to_host", "g", "g_host", "host")
     back, here = move("to_device", "p_host", "p", "device")
-    lines = [call("backward", "x", "g"), out, call("other", "x", "y"), arrived, call("update", "g_host", "p_host", "host"), call("more", "x", "z")]
+    lines = [
+        call("backward", "x", "g"),
+        out,
+        call("other", "x", "y"),
+        arrived,
+        call("update", "g_host", "p_host", "host"),
+        call("more", "x", "z"),
+    ]
     return [*lines, back, here, call("last", "p", "q")]
 
 
-TIMES = {"backward": 1.0, "to_host_g_host": 1.0, "other": 3.0, "update": 4.0, "more": 1.0, "to_device_p": 2.0, "last": 1.0}
+TIMES = {
+    "backward": 1.0,
+    "to_host_g_host": 1.0,
+    "other": 3.0,
+    "update": 4.0,
+    "more": 1.0,
+    "to_device_p": 2.0,
+    "last": 1.0,
+}
 
 
 def test_a_function_on_the_host_holds_up_what_comes_after_it_and_not_what_was_told_before() -> None:
     found = timed(update_on_host(), TIMES)
-    # the gradient arrives at 2, the update runs until 6 while the device is done with `other` at 4; it waits 2 for the thread, and 2 for the copy from 7 to 9
+    # the gradient arrives at 2, the update runs until 6 while the device is done with `other` at 4; it waits 2 for the
+    # thread, and 2 for the copy from 7 to 9
     assert (found.step_seconds, found.compute_seconds, found.exposed_seconds) == (10.0, 6.0, 4.0)
     assert found.exposed == {3: 0.0, 4: 2.0, 7: 2.0} and found.waited == {3: "to_host", 4: "host", 7: "to_device"}
     assert found.busy_seconds == {"to_host": 1.0, "host": 4.0, "to_device": 2.0}
-    assert [(e.name, e.start, e.seconds) for e in found.events if e.queue == "host"] == [("wait to_host_g_host", 0.0, 2.0), ("update", 2.0, 4.0)]
+    assert [(e.name, e.start, e.seconds) for e in found.events if e.queue == "host"] == [
+        ("wait to_host_g_host", 0.0, 2.0),
+        ("update", 2.0, 4.0),
+    ]
     assert sum(e.seconds for e in found.events if e.queue == COMPUTE) == found.step_seconds
 
 
 def test_what_holds_the_thread_is_what_the_device_waits_for() -> None:
     found = timed(update_on_host(), {**TIMES, "other": 0.5, "to_host_g_host": 3.0})
-    assert found.exposed == {3: 2.5, 4: 4.0, 7: 2.0}  # out of work at 1.5: until 4 for the gradient, until 8 for the update
+    assert found.exposed == {
+        3: 2.5,
+        4: 4.0,
+        7: 2.0,
+    }  # out of work at 1.5: until 4 for the gradient, until 8 for the update
 
 
 def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
@@ -146,8 +182,14 @@ def test_functions_on_the_host_are_bound_by_its_memory() -> None:
     fast, slow = (replace(KNOWN["h100"], host_memory_bandwidth=rate, call_seconds=0.0) for rate in (2e11, 1e11))
     for line in updates:
         seconds = cost.seconds(line, program, slow)
-        assert seconds == pytest.approx(cost.host_bytes(line, program) / 1e11) == pytest.approx(2 * cost.seconds(line, program, fast))
-    here = lowered(fz.offload("cpu", update_on="host"), mesh=fz.AbstractMesh(data=1)).program  # one memory: the device's rates
+        assert (
+            seconds
+            == pytest.approx(cost.host_bytes(line, program) / 1e11)
+            == pytest.approx(2 * cost.seconds(line, program, fast))
+        )
+    here = lowered(
+        fz.offload("cpu", update_on="host"), mesh=fz.AbstractMesh(data=1)
+    ).program  # one memory: the device's rates
     assert not any(cost.on_host(line, here) for line, _ in here.walk())
 
 
@@ -155,7 +197,11 @@ def test_functions_on_the_host_are_bound_by_its_memory() -> None:
 
 
 def state_bytes(found: fz.Lowered, role: str, size: Any = lambda n: n) -> int:
-    return sum(size(leaf.numel * leaf.dtype.itemsize) for leaf in found.program.leaves.values() if leaf.role == role and leaf.shape)
+    return sum(
+        size(leaf.numel * leaf.dtype.itemsize)
+        for leaf in found.program.leaves.values()
+        if leaf.role == role and leaf.shape
+    )
 
 
 def test_each_tier_has_its_bytes() -> None:
@@ -177,36 +223,64 @@ def test_on_one_memory_the_hosts_bytes_are_the_devices() -> None:
 
 
 def test_bytes_over_the_link_are_the_closed_form() -> None:
-    """An update on the host: gradients and the parameters that they change out, these back in, 4 bytes each; one on the device: its state both ways."""
+    """An update on the host: gradients and the parameters that they change out, these back in, 4 bytes each; one on the
+    device: its state both ways."""
     params = state_bytes(lowered(device="h100"), "params")
-    host, device = (lowered(fz.offload("cpu", update_on=side), device="h100").plan.channels for side in ("host", "device"))
-    assert host["to_host"].bytes == pytest.approx(2 * params, abs=100) and host["to_device"].bytes == pytest.approx(params, abs=100)
-    assert device["to_host"].bytes == pytest.approx(2 * params, abs=100) == pytest.approx(device["to_device"].bytes, abs=200)
+    host, device = (
+        lowered(fz.offload("cpu", update_on=side), device="h100").plan.channels for side in ("host", "device")
+    )
+    assert host["to_host"].bytes == pytest.approx(2 * params, abs=100) and host["to_device"].bytes == pytest.approx(
+        params, abs=100
+    )
+    assert (
+        device["to_host"].bytes
+        == pytest.approx(2 * params, abs=100)
+        == pytest.approx(device["to_device"].bytes, abs=200)
+    )
     assert host["host"].bytes >= 28 * params / 4 and "host" not in device
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_parts_of_a_step_with_tiers_add_up(device: str) -> None:
-    found = lowered(fz.offload("cpu", ("opt_state", "activations")), fz.offload("nvme", "params", path="/scratch"), fz.accumulate(3), device=device).plan
+    found = lowered(
+        fz.offload("cpu", ("opt_state", "activations")),
+        fz.offload("nvme", "params", path="/scratch"),
+        fz.accumulate(3),
+        device=device,
+    ).plan
     assert found.step_seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
-    assert found.exposed_seconds == pytest.approx(sum(c.exposed_seconds for c in found.channels.values())) == pytest.approx(sum(w.seconds for w in found.waits))
+    assert (
+        found.exposed_seconds
+        == pytest.approx(sum(c.exposed_seconds for c in found.channels.values()))
+        == pytest.approx(sum(w.seconds for w in found.waits))
+    )
     assert {"to_host", "to_device", "disk"} <= set(found.channels)
 
 
 def test_the_busiest_queue_bounds_the_step() -> None:
     step = lowered(fz.offload("nvme", path="/scratch", update_on="host"), device="h100")
     found = step.plan
-    assert found.bound_by == "disk" == next(iter(found.busy)) and list(found.busy.values()) == sorted(found.busy.values(), reverse=True)
-    assert found.busy["disk"] == pytest.approx(found.channels["disk"].busy_seconds / found.step_seconds) and found.busy["disk"] <= 1
+    assert found.bound_by == "disk" == next(iter(found.busy)) and list(found.busy.values()) == sorted(
+        found.busy.values(), reverse=True
+    )
+    assert (
+        found.busy["disk"] == pytest.approx(found.channels["disk"].busy_seconds / found.step_seconds)
+        and found.busy["disk"] <= 1
+    )
     quick = replace(KNOWN["h100"], disk_read=Link(0.0, 1e15), disk_write=Link(0.0, 1e15), host_memory_bandwidth=1e6)
     assert step.plan_on(quick).bound_by == "host"
 
 
 def test_it_prints_and_writes_the_tiers(tmp_path) -> None:
-    found = lowered(fz.offload("cpu", update_on="host"), fz.offload("nvme", "params", path="/scratch"), device="h100").plan
+    found = lowered(
+        fz.offload("cpu", update_on="host"), fz.offload("nvme", "params", path="/scratch"), device="h100"
+    ).plan
     text = str(found)
     assert "\ntiers\n" in text and "scratch files" in text and f"│ bound by            │ {found.bound_by:>9} │" in text
-    assert all(f"│ {name} " in text for name in ("to_host", "to_device", "disk", "host")) and max(map(len, text.splitlines())) <= 120
+    assert (
+        all(f"│ {name} " in text for name in ("to_host", "to_device", "disk", "host"))
+        and max(map(len, text.splitlines())) <= 120
+    )
     data = json.loads(found.to_json())
     assert data["channels"]["disk"]["bandwidth"] == found.channels["disk"].bytes / found.channels["disk"].busy_seconds
     assert data["host_memory"] == [s.host for s in found.memory] and len(data["host_memory"]) == len(data["memory"])
@@ -233,7 +307,11 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
 
 
 def side_of(found: fz.Lowered) -> str:
-    return "host" if any(line.op == "call" and line.attrs.get("on") == "host" for line, _ in found.program.walk()) else "device"
+    return (
+        "host"
+        if any(line.op == "call" and line.attrs.get("on") == "host" for line, _ in found.program.walk())
+        else "device"
+    )
 
 
 SLOW_HOST = replace(KNOWN["h100"], host_memory_bandwidth=1e8)
@@ -244,25 +322,48 @@ SLOW_LINK = replace(KNOWN["h100"], host_copy=Link(0.0, 1e7))
 @pytest.mark.parametrize(("device", "side"), [(SLOW_HOST, "device"), (SLOW_LINK, "host")])
 def test_the_update_runs_on_the_side_that_is_predicted_to_be_faster(device, side, budget) -> None:
     found = lowered(fz.offload("cpu"), fz.mixed_precision("bf16"), device=device, memory_budget=budget)
-    other = lowered(fz.offload("cpu", update_on="device" if side == "host" else "host"), fz.mixed_precision("bf16"), device=device, memory_budget=budget)
+    other = lowered(
+        fz.offload("cpu", update_on="device" if side == "host" else "host"),
+        fz.mixed_precision("bf16"),
+        device=device,
+        memory_budget=budget,
+    )
     assert side_of(found) == side != side_of(other) and found.plan.step_seconds < other.plan.step_seconds
     (decision,) = (d for d in found.plan.decisions if d.what == "update_on")
-    assert re.fullmatch(rf"all \d+ blocks on the {side}", decision.chosen) and f"all on the {'device' if side == 'host' else 'host'} takes" in decision.why
+    assert (
+        re.fullmatch(rf"all \d+ blocks on the {side}", decision.chosen)
+        and f"all on the {'device' if side == 'host' else 'host'} takes" in decision.why
+    )
     assert not [d for d in other.plan.decisions if d.what == "update_on"]
 
 
 @pytest.mark.parametrize("budget", [None, "1GB"])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 def test_both_sides_update_where_host_and_link_would_take_as_long(optimizer, budget) -> None:
-    """About 30 bytes a parameter through host memory, or 12 over the link each way: at these rates either takes as long, and compute nothing."""
+    """About 30 bytes a parameter through host memory, or 12 over the link each way: at these rates either takes as
+    long, and compute nothing."""
     device = replace(KNOWN["h100"], host_memory_bandwidth=2.8e8, host_copy=Link(0.0, 1.2e8), call_seconds=0.0)
-    make = functools.partial(lowered, fz.mixed_precision("bf16"), device=device, layers=8, optimizer=optimizer, memory_budget=budget)
-    found, host, device_ = make(fz.offload("cpu")), make(fz.offload("cpu", update_on="host")), make(fz.offload("cpu", update_on="device"))
+    make = functools.partial(
+        lowered, fz.mixed_precision("bf16"), device=device, layers=8, optimizer=optimizer, memory_budget=budget
+    )
+    found, host, device_ = (
+        make(fz.offload("cpu")),
+        make(fz.offload("cpu", update_on="host")),
+        make(fz.offload("cpu", update_on="device")),
+    )
     num, total = blocks_updated_on_host(found.program)
-    assert blocks_updated_on_host(host.program) == (total, total) and blocks_updated_on_host(device_.program) == (0, total) and 0 < num < total
+    assert (
+        blocks_updated_on_host(host.program) == (total, total)
+        and blocks_updated_on_host(device_.program) == (0, total)
+        and 0 < num < total
+    )
     assert found.plan.step_seconds < 0.92 * min(host.plan.step_seconds, device_.plan.step_seconds)
     (decision,) = (d for d in found.plan.decisions if d.what == "update_on")
-    assert decision.chosen == f"{num} of {total} blocks on the host" and "all on the host takes" in decision.why and "all on the device takes" in decision.why
+    assert (
+        decision.chosen == f"{num} of {total} blocks on the host"
+        and "all on the host takes" in decision.why
+        and "all on the device takes" in decision.why
+    )
 
 
 def test_of_predictions_that_are_the_same_the_host_has_it_all() -> None:
@@ -272,7 +373,9 @@ def test_of_predictions_that_are_the_same_the_host_has_it_all() -> None:
 
 
 def test_a_side_that_does_not_fit_is_not_taken() -> None:
-    host, device = (lowered(fz.offload("cpu", update_on=side), device=SLOW_HOST).plan.peak_bytes for side in ("host", "device"))
+    host, device = (
+        lowered(fz.offload("cpu", update_on=side), device=SLOW_HOST).plan.peak_bytes for side in ("host", "device")
+    )
     assert host < device
     found = lowered(fz.offload("cpu"), device=SLOW_HOST, memory_budget=host)
     assert side_of(found) == "host" and found.plan.peak_bytes <= host
@@ -292,10 +395,25 @@ def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
     transforms = fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch")
     need = lowered(*transforms, device="h100").plan
     for more in ({}, {"memory_budget": need.peak_bytes}):
-        assert lowered(*transforms, device="h100", host_budget=need.host_peak_bytes, disk_budget=need.disk_bytes, **more).plan.disk_bytes == need.disk_bytes
+        assert (
+            lowered(
+                *transforms, device="h100", host_budget=need.host_peak_bytes, disk_budget=need.disk_bytes, **more
+            ).plan.disk_bytes
+            == need.disk_bytes
+        )
         with pytest.raises(errors.BudgetError) as caught:
-            lowered(*transforms, device="h100", host_budget=need.host_peak_bytes // 2, disk_budget=need.disk_bytes - 1, **more)
-        assert "of host memory" in str(caught.value) and "on disk, 1 B more than" in str(caught.value) and "there:" not in str(caught.value)
+            lowered(
+                *transforms,
+                device="h100",
+                host_budget=need.host_peak_bytes // 2,
+                disk_budget=need.disk_bytes - 1,
+                **more,
+            )
+        assert (
+            "of host memory" in str(caught.value)
+            and "on disk, 1 B more than" in str(caught.value)
+            and "there:" not in str(caught.value)
+        )
 
 
 # --- auto ---
@@ -325,9 +443,15 @@ def test_auto_comes_to_a_step_that_one_could_have_written(share) -> None:
     found = auto(share)
     assert off(found) and found.plan.peak_bytes <= share * plain_peak()
     decision = found.plan.decisions[0]
-    assert decision.what == "offload" and "on the host" in decision.chosen and "predicted, the fastest that fits; " in decision.why
+    assert (
+        decision.what == "offload"
+        and "on the host" in decision.chosen
+        and "predicted, the fastest that fits; " in decision.why
+    )
     again = lowered(
-        *(t for t in found.program.transforms if isinstance(t, Offload)), device="h100", memory_budget=int(share * plain_peak())
+        *(t for t in found.program.transforms if isinstance(t, Offload)),
+        device="h100",
+        memory_budget=int(share * plain_peak()),
     )  # no two for one role here
     assert source(again.program) == source(found.program) and again.plan.step_seconds == found.plan.step_seconds
 
@@ -337,7 +461,12 @@ def test_of_what_fits_auto_takes_the_fastest() -> None:
     make = functools.partial(lowered, device="h100", width=512)
     budget = int(0.8 * make().plan.peak_bytes)
     found, both, compared = make(fz.offload("auto", path="/scratch"), memory_budget=budget), ("opt_state", "params"), 0
-    for other in (fz.offload("cpu"), fz.offload("cpu", both), fz.offload("nvme", path="/scratch"), fz.offload("nvme", both, path="/scratch")):
+    for other in (
+        fz.offload("cpu"),
+        fz.offload("cpu", both),
+        fz.offload("nvme", path="/scratch"),
+        fz.offload("nvme", both, path="/scratch"),
+    ):
         with contextlib.suppress(errors.BudgetError):
             assert found.plan.step_seconds <= make(other, memory_budget=budget).plan.step_seconds * 1.001, str(other)
             compared += 1
@@ -346,18 +475,31 @@ def test_of_what_fits_auto_takes_the_fastest() -> None:
 
 def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all() -> None:
     make = functools.partial(lowered, device="h100", width=64, layers=12)
-    step, budget = fz.offload("auto", "opt_state", path="/scratch", update_on="host"), int(0.85 * make().plan.peak_bytes)
+    step, budget = (
+        fz.offload("auto", "opt_state", path="/scratch", update_on="host"),
+        int(0.85 * make().plan.peak_bytes),
+    )
     whole = make(step, memory_budget=budget)
     assert whole.plan.disk_bytes == 0 < whole.plan.host_resting_bytes
     room = int(0.95 * make(fz.offload("cpu", fraction=0.375, update_on="host")).plan.host_peak_bytes)
     split = make(step, memory_budget=budget, host_budget=room)
-    assert split.plan.disk_bytes > 0 < split.plan.host_resting_bytes and split.plan.host_peak_bytes <= room and split.plan.peak_bytes <= budget
-    assert "opt_state on the host and" in split.plan.decisions[0].chosen and split.plan.step_seconds > whole.plan.step_seconds
+    assert (
+        split.plan.disk_bytes > 0 < split.plan.host_resting_bytes
+        and split.plan.host_peak_bytes <= room
+        and split.plan.peak_bytes <= budget
+    )
+    assert (
+        "opt_state on the host and" in split.plan.decisions[0].chosen
+        and split.plan.step_seconds > whole.plan.step_seconds
+    )
 
 
 def test_the_second_of_two_records_takes_its_share_of_the_rest() -> None:
     params = [Leaf(f"params[{i}]", "params", (100,), Layout(F32)) for i in range(8)]
-    tiers = tiers_of([Offload("cpu", ("opt_state",), fraction=0.5), Offload("nvme", ("opt_state",), ("/scratch",), fraction=0.5)], params)
+    tiers = tiers_of(
+        [Offload("cpu", ("opt_state",), fraction=0.5), Offload("nvme", ("opt_state",), ("/scratch",), fraction=0.5)],
+        params,
+    )
     assert [t.opt_state for t in tiers].count("host") == 4 and [t.opt_state for t in tiers].count("disk") == 2
 
 
@@ -370,7 +512,9 @@ def test_on_one_memory_auto_goes_to_disk_alone() -> None:
     mesh = fz.AbstractMesh(data=1)
     budget = int(0.8 * lowered(mesh=mesh, device="cpu").plan.peak_bytes)
     found = lowered(fz.offload("auto", path="/scratch"), mesh=mesh, device="cpu", memory_budget=budget)
-    assert found.plan.peak_bytes <= budget and found.plan.disk_bytes > 0 and all("'nvme'" in text for text in off(found))
+    assert (
+        found.plan.peak_bytes <= budget and found.plan.disk_bytes > 0 and all("'nvme'" in text for text in off(found))
+    )
     with pytest.raises(errors.BudgetError) as caught:
         lowered(fz.offload("auto"), mesh=mesh, device="cpu", memory_budget=budget)
     assert 'fz.offload("auto", path=DIR)' in str(caught.value)
@@ -380,8 +524,12 @@ def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None
     with pytest.raises(errors.BudgetError) as caught:
         auto(0.05, "/scratch", host_budget=1000, disk_budget=2000)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith("Fix: raise a budget")
-    assert [i for i, line in enumerate(lines) if line.startswith("    there: ")] == [2], "what fills the device, of the closest"
+    assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith(
+        "Fix: raise a budget"
+    )
+    assert [i for i, line in enumerate(lines) if line.startswith("    there: ")] == [2], (
+        "what fills the device, of the closest"
+    )
     assert any(" of 1000 B" in line and " of 2.0 KiB" in line and "device " in line for line in lines)
 
 
@@ -397,8 +545,12 @@ def test_auto_needs_budgets_a_path_and_a_batch() -> None:
         fz.offload("auto", fraction=0.5)
     for other in (fz.offload("cpu", "params"), fz.offload("auto", "params")):
         with pytest.raises(errors.TransformError):
-            fz.compose(fz.offload("auto", ("opt_state", "params")), other)(fz.train_step(models.gpt_loss, optim.sgd(0.1)))
-    fz.compose(fz.offload("auto", "opt_state"), fz.offload("cpu", "params"))(fz.train_step(models.gpt_loss, optim.sgd(0.1)))
+            fz.compose(fz.offload("auto", ("opt_state", "params")), other)(
+                fz.train_step(models.gpt_loss, optim.sgd(0.1))
+            )
+    fz.compose(fz.offload("auto", "opt_state"), fz.offload("cpu", "params"))(
+        fz.train_step(models.gpt_loss, optim.sgd(0.1))
+    )
 
 
 def trained(step: fz.Step, mesh: fz.Mesh, path: Any = None, **kwargs: Any) -> tuple[Any, list[float]]:
@@ -418,15 +570,23 @@ def test_auto_trains_as_the_plain_step_and_restores(tmp_path) -> None:
     step = fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
     plain, losses = trained(step, mesh)
     asked, example = fz.offload("auto", path=scratch)(step), fz.tree.map(lambda x: x.to("meta"), batches(1)[0])
-    limits = {"memory_budget": int(0.8 * plain.plan.peak_bytes), "host_budget": plain.plan.peak_bytes // 4, "batch": example}
+    limits = {
+        "memory_budget": int(0.8 * plain.plan.peak_bytes),
+        "host_budget": plain.plan.peak_bytes // 4,
+        "batch": example,
+    }
     train, found = trained(asked, mesh, tmp_path / "saved", **limits)
     assert found == losses
     assert train.plan.peak_bytes <= limits["memory_budget"] and train.plan.host_peak_bytes <= limits["host_budget"]
-    assert train.plan.decisions[0].what == "offload" and not any(t.tier == "auto" for t in train.step.transforms if isinstance(t, Offload))
+    assert train.plan.decisions[0].what == "offload" and not any(
+        t.tier == "auto" for t in train.step.transforms if isinstance(t, Offload)
+    )
     again = fz.compile(asked, mesh, backend="eager", **limits)
     state, metrics = again(again.restore(tmp_path / "saved"), batches(4)[3])
     assert again.step == train.step and int(state.step) == 4 and torch.isfinite(metrics["loss"])
     evaluate = fz.compile(fz.compose(*train.step.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
     assert torch.isfinite(evaluate(state.params, batches(1)[0]))
     with pytest.raises(errors.TransformError, match=r"train\.step\.transforms"):
-        fz.compile(fz.offload("auto")(fz.eval_step(models.gpt_loss)), mesh, backend="eager")(state.params, batches(1)[0])
+        fz.compile(fz.offload("auto")(fz.eval_step(models.gpt_loss)), mesh, backend="eager")(
+            state.params, batches(1)[0]
+        )

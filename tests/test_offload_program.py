@@ -1,4 +1,5 @@
-"""The program of a step with offload: the order of transforms, what nothing off leaves alone, what its plan holds at any depth."""
+"""The program of a step with offload: the order of transforms, what nothing off leaves alone, what its plan holds at
+any depth."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ def lowered(*transforms: Any, ranks: int = 2, optimizer: str = "adamw", layers: 
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_the_order_of_transforms_changes_nothing(unified: bool) -> None:
-    records = [fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch"), fz.shard_params(), fz.mixed_precision("bf16"), fz.accumulate(2)]
+    records = [
+        fz.offload("cpu", "params"),
+        fz.offload("nvme", "opt_state", path="/scratch"),
+        fz.shard_params(),
+        fz.mixed_precision("bf16"),
+        fz.accumulate(2),
+    ]
     orders = [records, records[::-1], records[2:] + records[:2], records[1:4] + records[:1] + records[4:]]
     texts = {fz.show(lowered(*order, unified_memory=unified)) for order in orders}
     assert len(texts) == 1
@@ -49,14 +56,17 @@ def plans(layers: int, *more: Any, optimizer: str = "adamw", unified: bool) -> t
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_memory_does_not_grow_with_depth(unified: bool) -> None:
-    """But for what each block was given, kept for its backward: nothing of its parameters, gradients or optimizer state."""
+    """But for what each block was given, kept for its backward: nothing of its parameters, gradients or optimizer
+    state."""
     (short, _), (long, _) = (plans(layers, unified=unified) for layers in (4, 12))
     given = models.BATCH * models.SEQ * 64 * 4
     room = 0 if unified else short.peak_bytes // 12  # for gaps in the pool
     assert 8 * given <= long.peak_bytes - short.peak_bytes < 8 * (given + 64) + room  # and a block's share of the norm
     assert long.resting_bytes == short.resting_bytes < 64
     (clipped, sizes), (more, deeper) = (plans(layers, optimizer="clipped", unified=unified) for layers in (4, 12))
-    assert more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given  # all gradients wait for the norm
+    assert (
+        more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given
+    )  # all gradients wait for the norm
 
 
 def test_activations_in_host_memory_do_not_grow_either() -> None:
@@ -67,7 +77,7 @@ def test_activations_in_host_memory_do_not_grow_either() -> None:
 
 @pytest.mark.parametrize("layers", [4, 12])
 def test_bytes_on_disk(layers: int) -> None:
-    """Parameters once for the forward and once for the backward and the update, moments once, all of it written. The last block has forward and backward in
-    one function."""
+    """Parameters once for the forward and once for the backward and the update, moments once, all of it written. The
+    last block has forward and backward in one function."""
     plan, sizes = plans(layers, unified=True)
     assert plan.channels["disk"].bytes == (4 + 4 + 8 + 12) * sizes[""] - 4 * sizes["head"]

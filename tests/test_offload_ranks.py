@@ -1,4 +1,5 @@
-"""Offload over several ranks: beside every stage of sharding, in shared memory and over gloo, bit for bit what the same step does without it."""
+"""Offload over several ranks: beside every stage of sharding, in shared memory and over gloo, bit for bit what the same
+step does without it."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ NAMES = ["cpu opt_state", "cpu all", "nvme opt_state", "nvme both", "mix"]
 MIXED = ["none", "bf16", "accumulate", "bf16, accumulate"]  # of the offloads at each stage another
 
 
-def differing(path: str, axes: dict[str, int], cases: list[tuple[int, str, str, str, str]], shared: bool = True) -> list[Any]:
-    """On every rank: the cases, (stage, offload, extra, model, optimizer), whose run is not that of the same step without offload."""
-    mesh, apart = fz.make_mesh(**axes, shared_memory=shared), fz.make_mesh(**axes, shared_memory=shared, unified_memory=False)
+def differing(
+    path: str, axes: dict[str, int], cases: list[tuple[int, str, str, str, str]], shared: bool = True
+) -> list[Any]:
+    """On every rank: the cases, (stage, offload, extra, model, optimizer), whose run is not that of the same step
+    without offload."""
+    mesh, apart = (
+        fz.make_mesh(**axes, shared_memory=shared),
+        fz.make_mesh(**axes, shared_memory=shared, unified_memory=False),
+    )
     sums = (fz.data_parallel(axis="replica"),) if "replica" in axes else ()
     want: dict[Any, Any] = {}
     out = []
@@ -37,7 +44,11 @@ def differing(path: str, axes: dict[str, int], cases: list[tuple[int, str, str, 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage(run_ranks: Any, tmp_path: Path, stage: int) -> None:
-    trains = [("gpt", "clipped"), ("mixed", "lamb"), ("bare", "sgd")]  # at each stage all three, two of them beside two offloads
+    trains = [
+        ("gpt", "clipped"),
+        ("mixed", "lamb"),
+        ("bare", "sgd"),
+    ]  # at each stage all three, two of them beside two offloads
     cases = [(stage, name, MIXED[(i % 3 + stage) % 4], *trains[(i + stage) % 3]) for i, name in enumerate(NAMES)]
     assert run_ranks(2, differing, str(tmp_path), {"data": 2}, cases) == [[], []]
     assert not list(tmp_path.iterdir())

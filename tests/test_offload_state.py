@@ -1,4 +1,5 @@
-"""States whose leaves rest in host memory or on disk: which leaf goes where, how a state is born there, saved, restored, gathered and moved, bit for bit."""
+"""States whose leaves rest in host memory or on disk: which leaf goes where, how a state is born there, saved,
+restored, gathered and moved, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ import fzero as fz
 from fzero import optim
 from fzero.checkpoint import format, reading
 from fzero.comm import disk
-from fzero.errors import BudgetError, CheckpointError, FzeroError, FzeroTypeError, FzeroValueError, TierError, TransformError
+from fzero.errors import (
+    BudgetError,
+    CheckpointError,
+    FzeroError,
+    FzeroTypeError,
+    FzeroValueError,
+    TierError,
+    TransformError,
+)
 from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
 from fzero.lowering.layouts import opt_state_inputs, params_inputs
 from fzero.state import initialize, storage
@@ -36,7 +45,13 @@ def init(key: torch.Tensor) -> Any:
     """Leaves that no number of ranks divides, one of zeros, one smaller than the mesh, one tied."""
     first, second, third = fz.random.split(key, 3)
     table = fz.random.normal(first, (31, 7))
-    return {"table": table, "head": table, "w": fz.random.normal(second, (7, 5)) * 0.1, "bias": torch.zeros(5), "scale": fz.random.normal(third, ())}
+    return {
+        "table": table,
+        "head": table,
+        "w": fz.random.normal(second, (7, 5)) * 0.1,
+        "bias": torch.zeros(5),
+        "scale": fz.random.normal(third, ()),
+    }
 
 
 def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -66,7 +81,10 @@ def equal(some: Any, others: Any) -> bool:
     """Bit for bit, and of one structure."""
     flat, structure = fz.tree.flatten(some)
     rest, other = fz.tree.flatten(others)
-    return structure == other and all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in zip(flat, rest, strict=True))
+    return structure == other and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(_bits(x), _bits(y))
+        for x, y in zip(flat, rest, strict=True)
+    )
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +124,10 @@ def test_both_ways_of_writing_it_are_the_same() -> None:
 
 
 def test_two_hold_together_if_they_share_no_role() -> None:
-    first, second = fz.offload("cpu", ("params", "activations")), fz.offload("nvme", "opt_state", path="/scratch", update_on="host")
+    first, second = (
+        fz.offload("cpu", ("params", "activations")),
+        fz.offload("nvme", "opt_state", path="/scratch", update_on="host"),
+    )
     step = plain()
     assert first(second(step)) == second(first(step)) == second(first(second(step)))
     assert len(first(second(step)).transforms) == 2
@@ -115,9 +136,21 @@ def test_two_hold_together_if_they_share_no_role() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "why"),
     [
-        (fz.offload("cpu", "params"), fz.offload("nvme", ("params", "opt_state"), path="/a"), "params: one tensor sent to two tiers"),
-        (fz.offload("cpu", "params", fraction=0.5), fz.offload("cpu", "params"), "params: one tensor sent to two tiers"),
-        (fz.offload("nvme", "params", path="/a"), fz.offload("nvme", "opt_state", path="/b"), "give both the same path"),
+        (
+            fz.offload("cpu", "params"),
+            fz.offload("nvme", ("params", "opt_state"), path="/a"),
+            "params: one tensor sent to two tiers",
+        ),
+        (
+            fz.offload("cpu", "params", fraction=0.5),
+            fz.offload("cpu", "params"),
+            "params: one tensor sent to two tiers",
+        ),
+        (
+            fz.offload("nvme", "params", path="/a"),
+            fz.offload("nvme", "opt_state", path="/b"),
+            "give both the same path",
+        ),
     ],
 )
 def test_a_conflict_names_both(first: Any, second: Any, why: str) -> None:
@@ -131,9 +164,18 @@ def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(FzeroValueError) as raised:
         fz.offload("gpu", ("grads", "params"), fraction=0, where="layers", update_on="both")  # type: ignore[arg-type]
     text = str(raised.value)
-    for part in ("tier='gpu'", "'grads' not among", "fraction=0", "where='layers'", "update_on='both'", "Fix: e.g. fz.offload("):
+    for part in (
+        "tier='gpu'",
+        "'grads' not among",
+        "fraction=0",
+        "where='layers'",
+        "update_on='both'",
+        "Fix: e.g. fz.offload(",
+    ):
         assert part in text
-    with pytest.raises(FzeroValueError, match=r"(?s)'nvme' needs a directory.*a tier asked for a role it cannot hold.*fraction=1\.5"):
+    with pytest.raises(
+        FzeroValueError, match=r"(?s)'nvme' needs a directory.*a tier asked for a role it cannot hold.*fraction=1\.5"
+    ):
         fz.offload("nvme", "activations", fraction=1.5)
     with pytest.raises(FzeroValueError, match=r"of='gradients': .* send them to 'nvme'"):
         fz.offload("cpu", ("opt_state", "gradients"))
@@ -177,7 +219,12 @@ def test_a_share_is_as_close_as_whole_leaves_allow_everywhere(sizes: list[int], 
 
 
 def test_where_and_ties() -> None:
-    record = Offload("nvme", ("params", "opt_state"), ("/a",), where=lambda path, leaf: leaf.numel() > 10 and leaf.is_meta and path != "params[3]")
+    record = Offload(
+        "nvme",
+        ("params", "opt_state"),
+        ("/a",),
+        where=lambda path, leaf: leaf.numel() > 10 and leaf.is_meta and path != "params[3]",
+    )
     found = tiers_of([record], leaves([20, 5, 20, 20, 20]), ties=[0, 1, 2, 3, 1])
     assert [x.param for x in found] == [x.opt_state for x in found] == ["disk", "device", "disk", "device", "device"]
 
@@ -189,8 +236,14 @@ def test_integers_have_no_optimizer_state() -> None:
 
 
 def table(step: fz.Step, mesh: fz.AbstractMesh = MESH) -> dict[str, tuple[str, tuple[str, ...]]]:
-    params = params_inputs(step, mesh, fz.tree.map(lambda x: torch.empty_like(x, device="meta"), init(fz.random.key(0))))
-    return {x.path: (x.layout.tier, x.layout.axes) for inputs in (params, opt_state_inputs(step, mesh, params)) for x in inputs.leaves}
+    params = params_inputs(
+        step, mesh, fz.tree.map(lambda x: torch.empty_like(x, device="meta"), init(fz.random.key(0)))
+    )
+    return {
+        x.path: (x.layout.tier, x.layout.axes)
+        for inputs in (params, opt_state_inputs(step, mesh, params))
+        for x in inputs.leaves
+    }
 
 
 def test_optimizer_state_goes_with_its_parameter_and_masters_with_theirs() -> None:
@@ -203,12 +256,18 @@ def test_optimizer_state_goes_with_its_parameter_and_masters_with_theirs() -> No
     masters = table(fz.mixed_precision(fz.offload("cpu", "opt_state", fraction=0.5)(plain())))
     for name in ("w", "bias", "scale"):
         assert masters[f"params['{name}']"][0] == half[f"opt_state.mu['{name}']"][0]
-    apart = table(fz.compose(fz.mixed_precision(), fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/a"))(plain()))
+    apart = table(
+        fz.compose(fz.mixed_precision(), fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/a"))(
+            plain()
+        )
+    )
     assert (apart["params['w']"][0], apart["opt_state.mu['w']"][0]) == ("host", "disk")
 
 
 def test_a_shard_rests_where_its_leaf_would() -> None:
-    found = table(fz.shard_params(fz.offload("nvme", ("opt_state", "params"), path="/a")(plain())), fz.AbstractMesh(data=2))
+    found = table(
+        fz.shard_params(fz.offload("nvme", ("opt_state", "params"), path="/a")(plain())), fz.AbstractMesh(data=2)
+    )
     assert found["params['w']"] == found["opt_state.nu['w']"] == ("disk", ("data",))
     assert found["params['scale']"] == ("disk", ())
 
@@ -258,7 +317,9 @@ def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str,
             assert ("disk" in found.tiers.values()) == (place not in ("host", "host state")) == bool(found.files)
             assert found.tiers["opt_state.mu['w']"] != "device" or place == "half"
             assert found.tiers["step"] == found.tiers["key"] == found.tiers["opt_state.count"] == "device"
-    assert os.listdir(tmp_path) == [] or size > 1  # the files went with the state; the other processes' go with the next job
+    assert (
+        os.listdir(tmp_path) == [] or size > 1
+    )  # the files went with the state; the other processes' go with the next job
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -280,7 +341,9 @@ def _restored(place: str, spread: str, path: str, root: str, size: int) -> Any:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
-def test_a_checkpoint_goes_to_any_tier_and_back(run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_any_tier_and_back(
+    run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path
+) -> None:
     (tmp_path / "scratch").mkdir()
     train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
     state, _ = train(train.init(init), BATCH)
@@ -324,7 +387,9 @@ def test_damage_is_found_on_the_way_to_disk(tmp_path: Path) -> None:
 # what is in memory meanwhile
 
 LARGE = 1 << 20  # elements of a leaf
-BOUND = 9 * 4 * LARGE  # bytes: half of the state with its moments; buffers are as large as a leaf here, and a busy thread holds one for a while
+BOUND = (
+    9 * 4 * LARGE
+)  # bytes: half of the state with its moments; buffers are as large as a leaf here, and a busy thread holds one for a while
 
 
 def large(key: torch.Tensor) -> list[torch.Tensor]:
@@ -332,7 +397,9 @@ def large(key: torch.Tensor) -> list[torch.Tensor]:
 
 
 def large_step(optimizer: Any = None) -> fz.Step:
-    return fz.train_step(lambda params, x: sum((p.square().mean() for p in params), x.mean()), optimizer or optim.adamw(1e-3))
+    return fz.train_step(
+        lambda params, x: sum((p.square().mean() for p in params), x.mean()), optimizer or optim.adamw(1e-3)
+    )
 
 
 class Memory(TorchDispatchMode):
@@ -422,9 +489,14 @@ def lookahead() -> Any:
     """An optimizer whose state begins as the parameters, and as constants of their shape."""
 
     def begin(params: Any) -> Slow:
-        return Slow(fz.tree.map(lambda p: p.clone(), params), fz.tree.map(lambda p: torch.full_like(p, 2.0, dtype=torch.float64), params))
+        return Slow(
+            fz.tree.map(lambda p: p.clone(), params),
+            fz.tree.map(lambda p: torch.full_like(p, 2.0, dtype=torch.float64), params),
+        )
 
-    return optim.GradientTransformation(begin, lambda grads, state, params=None: (fz.tree.map(lambda g: -g, grads), state))
+    return optim.GradientTransformation(
+        begin, lambda grads, state, params=None: (fz.tree.map(lambda g: -g, grads), state)
+    )
 
 
 @pytest.mark.parametrize("place", ["host", "host state", "disk", "disk state", "both"])
@@ -442,7 +514,9 @@ def test_what_travels_together_lies_together(tmp_path: Path) -> None:
     placed = {leaf_of(x)[0].path: extent_of(x) for x in fz.tree.leaves(state) if extent_of(x)}  # type: ignore[index]
     in_order = sorted(placed, key=lambda path: placed[path].offset)  # type: ignore[union-attr]
     names = ["bias", "head", "scale", "w"]
-    assert in_order == [text.format(n) for n in names for text in ("params['{}']", "opt_state.mu['{}']", "opt_state.nu['{}']")]
+    assert in_order == [
+        text.format(n) for n in names for text in ("params['{}']", "opt_state.mu['{}']", "opt_state.nu['{}']")
+    ]
     assert all(placed[path].offset % disk.ALIGNMENT == 0 for path in in_order)  # type: ignore[union-attr]
 
 
@@ -497,7 +571,10 @@ def _with_a_path_of_its_own(path: str, size: int) -> list[str]:
 def test_a_path_that_one_rank_lacks_is_every_ranks_error(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(2, _with_a_path_of_its_own, str(tmp_path), 2)
     assert first == second and len(first) == 2
-    assert first[0].startswith("FzeroValueError: fzero.init: not every rank could do its part\n  rank 1: ") and "no such directory" in first[0]
+    assert (
+        first[0].startswith("FzeroValueError: fzero.init: not every rank could do its part\n  rank 1: ")
+        and "no such directory" in first[0]
+    )
     assert "rank 0" not in first[0] and os.listdir(tmp_path) == []
 
 
@@ -526,10 +603,14 @@ def test_a_disk_that_fails_on_one_rank_while_a_state_is_made(run_ranks: Any, tmp
 
 def test_a_state_on_another_tier_is_refused(tmp_path: Path) -> None:
     mesh = fz.make_mesh(data=1)
-    on_disk, in_memory = (fz.compile(step, mesh, backend="eager") for step in (PLACES["disk"](str(tmp_path))(plain()), plain()))
+    on_disk, in_memory = (
+        fz.compile(step, mesh, backend="eager") for step in (PLACES["disk"](str(tmp_path))(plain()), plain())
+    )
     with pytest.raises(FzeroValueError) as raised:
         in_memory(on_disk.init(init), BATCH)
-    assert "params['w']: float32[7, 5] whole, on disk in the state, float32[7, 5] whole, on device in this step" in str(raised.value)
+    assert "params['w']: float32[7, 5] whole, on disk in the state, float32[7, 5] whole, on device in this step" in str(
+        raised.value
+    )
     with pytest.raises(FzeroValueError, match="rest otherwise than this evaluation expects"):
         fz.compile(fz.eval_step(loss), mesh, backend="eager")(on_disk.init(init).params, BATCH)
 
@@ -548,7 +629,13 @@ def test_a_state_on_disk_is_not_copied(tmp_path: Path) -> None:
 
 # moving
 
-JOURNEYS = [("cpu", "home"), ("nvme", "home"), ("device", "home"), ("cpu", "nvme", "device", "home"), ("nvme", "nvme", "cpu", "cpu", "home", "home")]
+JOURNEYS = [
+    ("cpu", "home"),
+    ("nvme", "home"),
+    ("device", "home"),
+    ("cpu", "nvme", "device", "home"),
+    ("nvme", "nvme", "cpu", "cpu", "home", "home"),
+]
 
 
 def _moved(place: str, spread: str, path: str, size: int, unified: bool) -> list[Any]:
@@ -575,7 +662,9 @@ def _moved(place: str, spread: str, path: str, size: int, unified: bool) -> list
 
 @pytest.mark.parametrize("place", ["host", "disk", "both", "half"])
 @pytest.mark.parametrize(("spread", "size", "unified"), [("whole", 1, True), ("whole", 1, False), ("sharded", 2, True)])
-def test_a_state_is_moved_and_brought_home(run_ranks: Any, place: str, spread: str, size: int, unified: bool, tmp_path: Path) -> None:
+def test_a_state_is_moved_and_brought_home(
+    run_ranks: Any, place: str, spread: str, size: int, unified: bool, tmp_path: Path
+) -> None:
     want = plain().init(init)
     for found in run_ranks(size, _moved, place, spread, str(tmp_path), size, unified):
         assert all(equal(x, want) for x in found)
@@ -610,8 +699,15 @@ def test_a_moved_state_and_what_it_left_are_refused(tmp_path: Path) -> None:
     state = fz.move(old, "nvme", path=tmp_path)
     with pytest.raises(FzeroValueError) as raised:
         train(state, BATCH)
-    assert "on disk in the state" in str(raised.value) and "Fix: bring it back: fz.move(state, 'home')" in str(raised.value)
-    for act in (lambda: train(old, BATCH), lambda: evaluate(old.params, BATCH), lambda: train.gather(old), lambda: fz.checkpoint.save(tmp_path / "run", old)):
+    assert "on disk in the state" in str(raised.value) and "Fix: bring it back: fz.move(state, 'home')" in str(
+        raised.value
+    )
+    for act in (
+        lambda: train(old, BATCH),
+        lambda: evaluate(old.params, BATCH),
+        lambda: train.gather(old),
+        lambda: fz.checkpoint.save(tmp_path / "run", old),
+    ):
         with pytest.raises(FzeroValueError, match=r"is not here any more, it was moved"):
             act()
     fz.checkpoint.save(tmp_path / "run", state)
@@ -632,7 +728,10 @@ def test_part_of_a_state_is_moved() -> None:
 def test_moves_that_cannot_be(tmp_path: Path) -> None:
     train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
     state = train.init(init)
-    with pytest.raises(FzeroValueError, match=r"(?s)tier='disk': not one of 'cpu', 'nvme', 'device', 'home'.*state\['w'\]: float32\[2\] that no"):
+    with pytest.raises(
+        FzeroValueError,
+        match=r"(?s)tier='disk': not one of 'cpu', 'nvme', 'device', 'home'.*state\['w'\]: float32\[2\] that no",
+    ):
         fz.move({"w": torch.ones(2)}, "disk")
     with pytest.raises(FzeroValueError, match="only 'nvme' has one"):
         fz.move(state, "cpu", path=tmp_path)

@@ -1,4 +1,5 @@
-"""Ranks that restore together restore one checkpoint, or none: `latest` is what the first of them finds, and what the others see is compared."""
+"""Ranks that restore together restore one checkpoint, or none: `latest` is what the first of them finds, and what the
+others see is compared."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _trained(root: str) -> None:
 
 
 def _restored(root: str, others: dict[int, str], stale: bool) -> tuple[int, int, torch.Tensor]:
-    """The step that was restored, how often an index was read, and the weights. `stale`: all but the first rank see the `latest` of before."""
+    """The step that was restored, how often an index was read, and the weights. `stale`: all but the first rank see the
+    `latest` of before."""
     mesh = fz.make_mesh()
     read, latest = index._read_index, directory.latest
     counted: list[Path] = []
@@ -56,17 +58,30 @@ def test_ranks_with_other_checkpoints_name_both(run_ranks: Any, tmp_path: Path) 
     shutil.copytree(copy / "step-00000001", copy / "step-00000002")
     shutil.copytree(root / "step-00000001", older / "step-00000001")
     for other, words in {
-        str(root / "step-00000001"): ["rank 0: ", "step-00000002, step 2, index ", "rank 1: ", "step-00000001, step 1, index "],
+        str(root / "step-00000001"): [
+            "rank 0: ",
+            "step-00000002, step 2, index ",
+            "rank 1: ",
+            "step-00000001, step 1, index ",
+        ],
         str(copy): [f"rank 0: {root}/step-00000002, step 2", f"rank 1: {copy}/step-00000002, step 1"],
-        str(older): [f"rank 1: fzero.checkpoint: cannot use the checkpoint {older}/step-00000002", "the checkpoint that rank 0 found"],
+        str(older): [
+            f"rank 1: fzero.checkpoint: cannot use the checkpoint {older}/step-00000002",
+            "the checkpoint that rank 0 found",
+        ],
         str(tmp_path / "none"): [f"rank 1: fzero.checkpoint: cannot use the checkpoint {tmp_path}/none/step-00000002"],
     }.items():
         for r in run_ranks(2, _restored, str(root), {1: other}, False, expect_error=True):
-            assert r.type == "CheckpointError" and all(word in r.message for word in words) and "\nFix: " in r.message, r
+            assert (
+                r.type == "CheckpointError" and all(word in r.message for word in words) and "\nFix: " in r.message
+            ), r
 
 
 def test_a_path_of_a_step_and_its_root_are_one_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(2, _trained, str(tmp_path))
-    for others in ({0: str(tmp_path / "step-00000001")}, {0: str(tmp_path / "step-00000001"), 1: str(tmp_path / "step-00000001")}):
+    for others in (
+        {0: str(tmp_path / "step-00000001")},
+        {0: str(tmp_path / "step-00000001"), 1: str(tmp_path / "step-00000001")},
+    ):
         (one, _, a), (two, _, b) = run_ranks(2, _restored, str(tmp_path), others, False)
         assert (one, two) == (1, 1) and torch.equal(a, b)

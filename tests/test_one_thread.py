@@ -1,4 +1,5 @@
-"""A mesh is for one thread at a time: what would share its buffers, or read a state while a step writes it, is an error by name and changes nothing."""
+"""A mesh is for one thread at a time: what would share its buffers, or read a state while a step writes it, is an error
+by name and changes nothing."""
 
 from __future__ import annotations
 

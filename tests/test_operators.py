@@ -1,7 +1,8 @@
-"""PyTorch's own operators train to the numbers that they have in PyTorch, in a block and outside of one, or are refused.
+"""PyTorch's own operators train to the numbers that they have in PyTorch, in a block and outside of one, or are
+refused.
 
-A part of what torch.testing's `op_db` differentiates in float32; with --exhaustive all of it. `python tests/test_operators.py [samples]` writes
-docs/results/ops.md.
+A part of what torch.testing's `op_db` differentiates in float32; with --exhaustive all of it. `python
+tests/test_operators.py [samples]` writes docs/results/ops.md.
 """
 
 from __future__ import annotations
@@ -18,10 +19,24 @@ NUM_SAMPLES = 4
 
 
 def test_some_operators():
-    found = outcomes([*sorted(databases().operators)[::18], "tensor_split", "fft_ifft", "linalg_inv", "nn_functional_binary_cross_entropy_with_logits"], 1)
+    found = outcomes(
+        [
+            *sorted(databases().operators)[::18],
+            "tensor_split",
+            "fft_ifft",
+            "linalg_inv",
+            "nn_functional_binary_cross_entropy_with_logits",
+        ],
+        1,
+    )
     assert not [fault for item in found.items() for fault in faults(*item)]
-    assert sum(all(o.kind == "equal" for os in ways.values() for o in os) for ways in found.values() if ways["plain"]) >= 25
-    assert all("needs the value of a tensor" in o.text for os in found["tensor_split"].values() for o in os)  # its indices are a tensor
+    assert (
+        sum(all(o.kind == "equal" for os in ways.values() for o in os) for ways in found.values() if ways["plain"])
+        >= 25
+    )
+    assert all(
+        "needs the value of a tensor" in o.text for os in found["tensor_split"].values() for o in os
+    )  # its indices are a tensor
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,5 @@
-"""The op table: every op is one row, few files name ops besides, and a made-up op takes one row and the pass that emits it."""
+"""The op table: every op is one row, few files name ops besides, and a made-up op takes one row and the pass that emits
+it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ class Clamp(Op):
         return 2 * local_bytes(line.out[0], mesh)
 
     def text(self, line: Line, program: Program) -> Text:
-        return Text(f"clamp({line.args[0]}, {line.attrs['bound']!r}{''.join(f', into=pool[{program.pool_index[id(line)]}]' for _ in line.into[:1])})")
+        return Text(
+            f"clamp({line.args[0]}, "
+            f"{line.attrs['bound']!r}{''.join(f', into=pool[{program.pool_index[id(line)]}]' for _ in line.into[:1])})"
+        )
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda x, bound, into=(None,): torch.clamp(x, -bound, bound, out=into[0])
@@ -70,7 +74,9 @@ def clamp_gradients(program: Program, bound: float) -> Program:
         grads = [a for a in line.args if a.startswith("d_")] if line.by == "optimizer" and line.writes else []
         names = {a: f"{a}_clamped" for a in grads}
         values = program.values_by_name
-        lines += [Line("clamp", (a,), (replace(values[a], name=names[a]),), attrs={"bound": bound}, by="clamp") for a in grads]
+        lines += [
+            Line("clamp", (a,), (replace(values[a], name=names[a]),), attrs={"bound": bound}, by="clamp") for a in grads
+        ]
         lines.append(line.rename(names))
     return replace(program, lines=tuple(lines))
 
@@ -79,7 +85,11 @@ def clamp_gradients(program: Program, bound: float) -> Program:
 def clamped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, "clamp", Clamp())
     opening = pipeline.opening
-    monkeypatch.setattr(variants, "opening", lambda *args: (*opening(*args), Pass("clamp", lambda program, _: clamp_gradients(program, 0.01))))
+    monkeypatch.setattr(
+        variants,
+        "opening",
+        lambda *args: (*opening(*args), Pass("clamp", lambda program, _: clamp_gradients(program, 0.01))),
+    )
 
 
 @fz.block
@@ -107,9 +117,16 @@ def test_a_made_up_op_is_one_row_and_the_pass_that_emits_it() -> None:
     program = lowered.program
     lines = [line for line, _ in program.walk() if line.op == "clamp"]
     assert len(lines) == 4 and all(line.args[0].startswith("d_") for line in lines)
-    assert "clamp(" in str(program) and "clamp(" in str(lowered.after("clamp")) and "clamp(" not in str(lowered.after("cut_update"))
+    assert (
+        "clamp(" in str(program)
+        and "clamp(" in str(lowered.after("clamp"))
+        and "clamp(" not in str(lowered.after("cut_update"))
+    )
     device = get_device("h100", "cuda")
-    assert all(cost.seconds(line, program, device) == 2 * local_bytes(line.out[0], program.mesh) / device.memory_bandwidth for line in lines)
+    assert all(
+        cost.seconds(line, program, device) == 2 * local_bytes(line.out[0], program.mesh) / device.memory_bandwidth
+        for line in lines
+    )
     assert any(line.into for line in lines)  # in the pool
     number = {id(line): i for i, (line, _) in enumerate(program.walk())}
     sampled = {sample.line for sample in memory_of(program, lambda f: 0)}
@@ -136,12 +153,17 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
             torch.testing.assert_close(q[k].reshape(want.shape), want, rtol=1e-6, atol=1e-7)
     report = fz.testing.check_equivalent(step(optim.sgd(0.1)), PARAMS, BATCH, fz.make_mesh(data=1), raises=False)
     assert not report.equivalent  # the plain step has no pass
-    assert "d_1_b_clamped" in str(report) and "is not what the step means" in str(report)  # not what its function makes, nor what moves
+    assert "d_1_b_clamped" in str(report) and "is not what the step means" in str(
+        report
+    )  # not what its function makes, nor what moves
 
 
 def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = pipeline.opening
-    drop = Pass("drop_waits", lambda program, _: replace(program, lines=tuple(line for line in program.lines if line.op != "wait")))
+    drop = Pass(
+        "drop_waits",
+        lambda program, _: replace(program, lines=tuple(line for line in program.lines if line.op != "wait")),
+    )
     monkeypatch.setattr(variants, "opening", lambda *args: (*opening(*args), drop))
     with pytest.raises(VerifyError, match="found after the pass 'drop_waits'"):
         fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
@@ -151,7 +173,9 @@ def test_every_pass_is_on_the_list_and_its_program_can_be_had() -> None:
     lowered = fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
     assert [*lowered.stages()] == [*pipeline.Name.__args__]
     assert str(lowered.after("pool")) == str(lowered.program)
-    assert any(line.op == "update" for line in lowered.after("shard").lines) and not any(line.op == "update" for line in lowered.after("cut_update").lines)
+    assert any(line.op == "update" for line in lowered.after("shard").lines) and not any(
+        line.op == "update" for line in lowered.after("cut_update").lines
+    )
     with pytest.raises(fz.errors.FzeroValueError, match="no pass 'inline'"):
         lowered.after("inline")
 
@@ -160,7 +184,9 @@ def test_ops_are_named_where_they_are_emitted() -> None:
     """Beside the table five files name four ops or more: the passes that emit them."""
     named = {}
     for path in PACKAGE.rglob("*.py"):
-        found = {x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant) and x.value in {*OPS}}
+        found = {
+            x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant) and x.value in {*OPS}
+        }
         if len(found) >= 4 and "ops" not in path.parts:
             named[path.relative_to(PACKAGE).as_posix()] = sorted(found)
     assert len(named) <= 5, named

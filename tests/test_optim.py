@@ -1,4 +1,5 @@
-"""Optimizers against torch.optim, formulas written out from their papers, and the rules that let `update` be traced and sharded."""
+"""Optimizers against torch.optim, formulas written out from their papers, and the rules that let `update` be traced and
+sharded."""
 
 import functools
 import math
@@ -28,12 +29,19 @@ def make_params(dtype=torch.float32):
     def draw(*shape):
         return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
 
-    return {"embed": draw(7, 3), "layers": [Layer(draw(3, 5), draw(5)), Layer(draw(5, 3), None)], "none": [], "scale": (draw(),)}
+    return {
+        "embed": draw(7, 3),
+        "layers": [Layer(draw(3, 5), draw(5)), Layer(draw(5, 3), None)],
+        "none": [],
+        "scale": (draw(),),
+    }
 
 
 def make_grads(params, step):
     gen = torch.Generator().manual_seed(100 + step)
-    return tree.map(lambda p: torch.randn(p.shape, generator=gen, dtype=torch.float64).to(p.dtype) * (step % 3 + 0.1), params)
+    return tree.map(
+        lambda p: torch.randn(p.shape, generator=gen, dtype=torch.float64).to(p.dtype) * (step % 3 + 0.1), params
+    )
 
 
 def run(opt, params, num_steps=NUM_STEPS):
@@ -69,12 +77,24 @@ TORCH = {
     "sgd": (optim.sgd(0.05), lambda p: torch.optim.SGD(p, 0.05)),
     "sgd_decay": (optim.sgd(0.05, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.05, weight_decay=0.1)),
     "momentum": (optim.sgd(0.05, 0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9)),
-    "nesterov": (optim.sgd(0.05, 0.9, True, 0.1), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    "nesterov": (
+        optim.sgd(0.05, 0.9, True, 0.1),
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    ),
     "adam": (optim.adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
-    "adam_l2": (optim.chain(optim.add_decayed_weights(0.1), optim.adam(0.01)), lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1)),
+    "adam_l2": (
+        optim.chain(optim.add_decayed_weights(0.1), optim.adam(0.01)),
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    ),
     "adamw": (optim.adamw(0.01), lambda p: torch.optim.AdamW(p, 0.01)),
-    "adamw_betas": (optim.adamw(0.01, 0.8, 0.95, 1e-3, 0.3), lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.95), 1e-3, 0.3)),
-    "scale_by_adam": (optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.01)), lambda p: torch.optim.Adam(p, 0.01)),
+    "adamw_betas": (
+        optim.adamw(0.01, 0.8, 0.95, 1e-3, 0.3),
+        lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.95), 1e-3, 0.3),
+    ),
+    "scale_by_adam": (
+        optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.01)),
+        lambda p: torch.optim.Adam(p, 0.01),
+    ),
 }
 
 
@@ -96,7 +116,9 @@ def test_clipping_is_torchs(max_norm, dtype):
     norms = [optim.global_norm(make_grads(params, step)).item() for step in range(NUM_STEPS)]
     assert min(norms) < 4.0 < max(norms)
     opt = optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(0.05, 0.9))
-    assert_close(run(opt, params)[0], run_torch(lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), params, max_norm=max_norm))
+    assert_close(
+        run(opt, params)[0], run_torch(lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), params, max_norm=max_norm)
+    )
 
 
 def test_global_norm():
@@ -116,13 +138,17 @@ def test_scheduled_learning_rate_follows_torchs_scheduler():
     ours = optim.adamw(optim.cosine(0.01, 0.001, 15))
 
     def scheduler(opt):
-        return torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(k, 15) / 15)))
+        return torch.optim.lr_scheduler.LambdaLR(
+            opt, lambda k: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(k, 15) / 15))
+        )
 
     expected = run_torch(lambda p: torch.optim.AdamW(p, 0.01), params, make_scheduler=scheduler)
     assert_close(run(ours, params)[0], expected)
     sgd = optim.sgd(optim.linear(0.1, 0.0, 10))
     expected = run_torch(
-        lambda p: torch.optim.SGD(p, 0.1), params, make_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 - min(k, 10) / 10)
+        lambda p: torch.optim.SGD(p, 0.1),
+        params,
+        make_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 - min(k, 10) / 10),
     )
     assert_close(run(sgd, params)[0], expected)
 
@@ -135,7 +161,9 @@ def lion_reference(params, lr, b1, b2, weight_decay):
             c = b1 * m[i] + (1 - b1) * g
             theta[i] = theta[i] - lr * (torch.sign(c) + weight_decay * theta[i])
             m[i] = b2 * m[i] + (1 - b2) * g
-    return tree.unflatten(tree.structure(params), [p.to(q.dtype) for p, q in zip(theta, tree.leaves(params), strict=True)])
+    return tree.unflatten(
+        tree.structure(params), [p.to(q.dtype) for p, q in zip(theta, tree.leaves(params), strict=True)]
+    )
 
 
 def lamb_reference(params, lr, b1, b2, eps, weight_decay):
@@ -155,7 +183,9 @@ def test_lion_and_lamb_follow_their_papers(dtype):
     params = make_params(dtype)
     tol = 1e-12 if dtype == torch.float64 else 1e-5
     assert_close(run(optim.lion(0.01, 0.8, 0.9, 0.3), params)[0], lion_reference(params, 0.01, 0.8, 0.9, 0.3), tol)
-    assert_close(run(optim.lamb(0.01, 0.8, 0.9, 1e-6, 0.3), params)[0], lamb_reference(params, 0.01, 0.8, 0.9, 1e-6, 0.3), tol)
+    assert_close(
+        run(optim.lamb(0.01, 0.8, 0.9, 1e-6, 0.3), params)[0], lamb_reference(params, 0.01, 0.8, 0.9, 1e-6, 0.3), tol
+    )
 
 
 def test_trust_ratio_is_one_where_a_norm_is_zero():
@@ -169,7 +199,11 @@ def test_trust_ratio_is_one_where_a_norm_is_zero():
 # dtypes and state
 
 
-@pytest.mark.parametrize("opt", [optim.adamw(0.01), optim.lion(0.01), optim.lamb(0.01), optim.sgd(0.01, 0.9)], ids=["adamw", "lion", "lamb", "sgd"])
+@pytest.mark.parametrize(
+    "opt",
+    [optim.adamw(0.01), optim.lion(0.01), optim.lamb(0.01), optim.sgd(0.01, 0.9)],
+    ids=["adamw", "lion", "lamb", "sgd"],
+)
 def test_moments_are_float32_and_params_keep_their_dtype(opt):
     params = make_params(torch.bfloat16)
     after, state = run(opt, params, 2)
@@ -189,7 +223,8 @@ def test_low_precision_gradients_are_computed_with_in_float32():
 
 def test_apply_updates_rounds_once():
     p, u = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.00391], dtype=torch.float32)
-    # bf16 has 1 + 2**-7 after 1: the sum is just above half way and must round up, while bf16(u) = 2**-8 ties to even, down.
+    # bf16 has 1 + 2**-7 after 1: the sum is just above half way and must round up, while bf16(u) = 2**-8 ties to even,
+    # down.
     assert u.bfloat16().item() == 2**-8
     assert optim.apply_updates([p], [u])[0].item() == 1 + 2**-7
 
@@ -208,7 +243,10 @@ def test_count_and_state_shapes():
 
 
 def test_nothing_is_changed_in_place():
-    params, opt = make_params(), optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.1, weight_decay=0.1), optim.trace(0.9))
+    params, opt = (
+        make_params(),
+        optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.1, weight_decay=0.1), optim.trace(0.9)),
+    )
     grads, state = make_grads(params, 0), opt.init(params)
     before = tree.map(torch.clone, (params, grads, state))
     updates, _ = opt.update(grads, state, params)
@@ -256,7 +294,9 @@ def test_weight_decay_mask():
 
 def test_masked_holds_no_state_for_other_leaves_and_passes_their_gradients():
     params = make_params()
-    opt = optim.masked(optim.adamw(0.1), {"embed": True, "layers": [False, True], "none": [], "scale": (False,)})  # a prefix: one bool a layer
+    opt = optim.masked(
+        optim.adamw(0.1), {"embed": True, "layers": [False, True], "none": [], "scale": (False,)}
+    )  # a prefix: one bool a layer
     state = opt.init(params)
     assert tree.names(state.inner_state.mu) == ["embed", "layers.1.w"]
     grads = make_grads(params, 0)
@@ -267,7 +307,9 @@ def test_masked_holds_no_state_for_other_leaves_and_passes_their_gradients():
     assert torch.equal(updates["embed"], expected[0])
     assert optim.masked(optim.adamw(0.1), False).init(params) == optim.MaskedState(None)
     inner_needs_none = optim.masked(optim.scale(3.0), True)
-    assert torch.equal(inner_needs_none.update(grads, inner_needs_none.init(params))[0]["embed"], grads["embed"] * 3.0)  # params are optional here too
+    assert torch.equal(
+        inner_needs_none.update(grads, inner_needs_none.init(params))[0]["embed"], grads["embed"] * 3.0
+    )  # params are optional here too
 
 
 def test_partition_equals_torch_parameter_groups():
@@ -277,7 +319,9 @@ def test_partition_equals_torch_parameter_groups():
     def label(path, leaf):
         return "decay" if leaf.ndim >= 2 else "plain"
 
-    ours = optim.partition({"decay": optim.adamw(0.01, weight_decay=0.2), "plain": optim.sgd(0.1, 0.9), "unused": optim.lion(1.0)}, label)
+    ours = optim.partition(
+        {"decay": optim.adamw(0.01, weight_decay=0.2), "plain": optim.sgd(0.1, 0.9), "unused": optim.lion(1.0)}, label
+    )
     after, state = run(ours, params)
     assert state.inner_states["unused"] is None
     assert tree.names(state.inner_states["decay"].mu) == [n for n, p in zip(names, flat, strict=True) if p.ndim >= 2]
@@ -351,7 +395,9 @@ def test_warmup_cosine_and_warmup_stable_decay():
             return 0.1 + (1.0 - 0.1) * k / 4
         return 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * min(1.0, (k - 4) / 10)))
 
-    assert values(optim.warmup_cosine(1.0, 4, 14, 0.2, 0.1), range(20)) == pytest.approx([expected(k) for k in range(20)], rel=1e-6)
+    assert values(optim.warmup_cosine(1.0, 4, 14, 0.2, 0.1), range(20)) == pytest.approx(
+        [expected(k) for k in range(20)], rel=1e-6
+    )
     assert values(optim.warmup_cosine(1.0, 0, 10), [0, 5, 10]) == pytest.approx([1.0, 0.5, 0.0])
     wsd = [0.0, 0.25, 0.5, 0.75] + [1.0] * 7 + [0.775, 0.55, 0.325, 0.1, 0.1, 0.1]
     assert values(optim.warmup_stable_decay(1.0, 4, 4, 14, 0.1), range(17)) == pytest.approx(wsd, rel=1e-6)
@@ -373,14 +419,22 @@ def test_deepspeeds_schedules(kind, warmup):
     def lr(i, after):
         return low if i < 0 else low + (high - low) * (warm(i) if i < steps else after(i))
 
-    assert values(optim.warmup_lr(low, high, warmup, kind), range(-1, 40)) == pytest.approx([lr(i, lambda _: 1.0) for i in range(-1, 40)], rel=1e-6)
-    assert values(optim.warmup_decay_lr(total, low, high, warmup, kind), range(-1, 40)) == pytest.approx([lr(i, decay) for i in range(-1, 40)], rel=1e-6)
+    assert values(optim.warmup_lr(low, high, warmup, kind), range(-1, 40)) == pytest.approx(
+        [lr(i, lambda _: 1.0) for i in range(-1, 40)], rel=1e-6
+    )
+    assert values(optim.warmup_decay_lr(total, low, high, warmup, kind), range(-1, 40)) == pytest.approx(
+        [lr(i, decay) for i in range(-1, 40)], rel=1e-6
+    )
 
 
 def test_deepspeeds_values_by_hand():
     # warmup_num_steps=1000 at iteration 99: log(100) / log(1000) = 2 / 3
-    assert values(optim.warmup_lr(0.0, 0.003, 1000), [0, 9, 99, 999, 5000]) == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.003], rel=1e-6)
-    assert values(optim.warmup_decay_lr(3000, 0.0, 0.003, 1000), [99, 1000, 2000, 3000, 4000]) == pytest.approx([0.002, 0.003, 0.0015, 0.0, 0.0], rel=1e-6)
+    assert values(optim.warmup_lr(0.0, 0.003, 1000), [0, 9, 99, 999, 5000]) == pytest.approx(
+        [0.0, 0.001, 0.002, 0.003, 0.003], rel=1e-6
+    )
+    assert values(optim.warmup_decay_lr(3000, 0.0, 0.003, 1000), [99, 1000, 2000, 3000, 4000]) == pytest.approx(
+        [0.002, 0.003, 0.0015, 0.0, 0.0], rel=1e-6
+    )
 
 
 # what makes it traceable and shardable
@@ -395,14 +449,19 @@ def trace_update(opt, params):
         updates, state = opt.update(grads, state, params)
         return tree.leaves((optim.apply_updates(params, updates), state))
 
-    return make_fx(step, tracing_mode="fake")(*[x.clone() for x in flat])  # clones: one tensor given twice would be one input
+    return make_fx(step, tracing_mode="fake")(
+        *[x.clone() for x in flat]
+    )  # clones: one tensor given twice would be one input
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_only_pointwise_operations_and_full_sums_on_leaves(name):
     aten = torch.ops.aten
     # sizes that no broadcast can confuse; no 0-dim leaf, so 0-dim means scalar
-    params = {"embed": torch.ones(7, 3), "layers": [Layer(torch.ones(3, 5), torch.ones(11)), Layer(torch.ones(5, 3), None)]}
+    params = {
+        "embed": torch.ones(7, 3),
+        "layers": [Layer(torch.ones(3, 5), torch.ones(11)), Layer(torch.ones(5, 3), None)],
+    }
     graph = trace_update(EVERY[name], params)
     num_sums = 0
     for node in graph.graph.nodes:
@@ -416,7 +475,10 @@ def test_only_pointwise_operations_and_full_sums_on_leaves(name):
         if node.target == aten.sum.default:
             num_sums += 1
             continue
-        assert torch.Tag.pointwise in node.target.tags or node.target in (aten._to_copy.default, aten.zeros_like.default), node.format_node()
+        assert torch.Tag.pointwise in node.target.tags or node.target in (
+            aten._to_copy.default,
+            aten.zeros_like.default,
+        ), node.format_node()
         assert node.meta["val"].shape in shapes, node.format_node()
     assert not [n for n in graph.graph.nodes if n.op == "get_attr"], "a tensor was baked into the graph"
     # 4 leaves: two norms each for lamb, one each for clipping; adamw, lion and sgd need no communication at all
@@ -434,8 +496,13 @@ def test_traced_equals_eager(name):
         grads = make_grads(params, step)
         updates, state = opt.update(grads, state, params)
         params = optim.apply_updates(params, updates)
-        traced, traced_state = tree.unflatten(spec, graph(*tree.leaves((make_grads(traced, step), traced_state, traced))))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves((params, state)), tree.leaves((traced, traced_state)), strict=True))
+        traced, traced_state = tree.unflatten(
+            spec, graph(*tree.leaves((make_grads(traced, step), traced_state, traced)))
+        )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tree.leaves((params, state)), tree.leaves((traced, traced_state)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -475,7 +542,10 @@ def test_padding_stays_zero():
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: optim.adamw(-1e-3, b1=1.0, b2=-0.1, eps=0.0, weight_decay=-1.0), ["lr=-0.001", "b1=1.0", "b2=-0.1", "eps=0.0", "weight_decay=-1.0"]),
+        (
+            lambda: optim.adamw(-1e-3, b1=1.0, b2=-0.1, eps=0.0, weight_decay=-1.0),
+            ["lr=-0.001", "b1=1.0", "b2=-0.1", "eps=0.0", "weight_decay=-1.0"],
+        ),
         (lambda: optim.adam(float("nan")), ["lr=nan"]),
         (lambda: optim.lion(0.1, b1=1.5, b2=2.0), ["b1=1.5", "b2=2.0"]),
         (lambda: optim.lamb(-0.1, weight_decay=-0.1), ["lr=-0.1", "weight_decay=-0.1"]),
@@ -505,7 +575,9 @@ def test_a_learning_rate_that_is_a_tensor_is_refused():
         optim.adamw(torch.tensor(0.1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("opt", [optim.adamw(0.1), optim.lion(0.1, weight_decay=0.1), optim.add_decayed_weights(0.1), optim.lamb(0.1)])
+@pytest.mark.parametrize(
+    "opt", [optim.adamw(0.1), optim.lion(0.1, weight_decay=0.1), optim.add_decayed_weights(0.1), optim.lamb(0.1)]
+)
 def test_update_without_params(opt):
     params = {"w": torch.ones(2)}
     with pytest.raises(FzeroValueError, match="without params"):
@@ -531,16 +603,28 @@ def test_trees_of_different_structure():
 def test_leaves_that_are_not_floating_point():
     with pytest.raises(FzeroTypeError) as error:
         optim.adamw(0.1).init({"a": torch.ones(2), "ids": torch.arange(3), "n": 3})
-    assert "params['ids'] (int64[3])" in str(error.value) and "params['n'] (int)" in str(error.value) and "params['a']" not in str(error.value)
+    assert (
+        "params['ids'] (int64[3])" in str(error.value)
+        and "params['n'] (int)" in str(error.value)
+        and "params['a']" not in str(error.value)
+    )
 
 
 def test_masks_and_labels_that_do_not_fit():
     params = {"a": torch.ones(2), "b": {"c": torch.ones(2), "d": torch.ones(2)}}
-    for make in (lambda m: optim.masked(optim.adam(0.1), m).init(params), lambda m: optim.partition({True: optim.adam(0.1)}, m).init(params)):
+    for make in (
+        lambda m: optim.masked(optim.adam(0.1), m).init(params),
+        lambda m: optim.partition({True: optim.adam(0.1)}, m).init(params),
+    ):
         with pytest.raises(FzeroValueError) as error:
             make({"b": {"c": True, "x": True}})
         text = str(error.value)
-        assert "params['a']: in params" in text and "params['b']['d']: in params" in text and "params['b']['x']: in " in text and "['c']:" not in text
+        assert (
+            "params['a']: in params" in text
+            and "params['b']['d']: in params" in text
+            and "params['b']['x']: in " in text
+            and "['c']:" not in text
+        )
     with pytest.raises(FzeroTypeError, match=r"params\['b'\]\['c'\]: str"):
         optim.masked(optim.adam(0.1), {"a": True, "b": {"c": "yes", "d": False}}).init(params)
     opt = optim.adamw(0.1, mask={"a": True})
@@ -549,7 +633,13 @@ def test_masks_and_labels_that_do_not_fit():
     with pytest.raises(FzeroValueError) as error:
         optim.partition({"x": optim.adam(0.1)}, lambda path, leaf: "x" if "a" in path[6:] else "y").init(params)
     text = str(error.value)
-    assert "params['b']['c']: 'y'" in text and "params['b']['d']: 'y'" in text and "params['a']" not in text and "Fix: " in text and "'x'" in text
+    assert (
+        "params['b']['c']: 'y'" in text
+        and "params['b']['d']: 'y'" in text
+        and "params['a']" not in text
+        and "Fix: " in text
+        and "'x'" in text
+    )
     masked = optim.masked(optim.adam(0.1), {"a": True, "b": False})
     with pytest.raises(FzeroValueError, match=r"params\['b'\]\['d'\]: in params, not in grads"):
         masked.update({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": None}}, masked.init(params), params)
@@ -560,9 +650,21 @@ def test_a_chain_given_another_chains_state():
         optim.chain(optim.scale(1.0), optim.trace(0.9)).update([torch.ones(1)], (optim.EmptyState(),), None)
 
 
-@pytest.mark.parametrize("rate", [lambda step: 1e-3 * min(1.0, step / 10), lambda step: 1e-3 * math.cos(step / 10)], ids=["min", "math.cos"])
+@pytest.mark.parametrize(
+    "rate", [lambda step: 1e-3 * min(1.0, step / 10), lambda step: 1e-3 * math.cos(step / 10)], ids=["min", "math.cos"]
+)
 def test_a_schedule_of_python_numbers_is_told_what_to_write(rate):
     with pytest.raises(fz.errors.TraceError) as caught:
-        fz.lower(fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(rate)), fz.AbstractMesh(data=1), {"w": torch.zeros(4, 4)}, torch.zeros(2, 4))
+        fz.lower(
+            fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(rate)),
+            fz.AbstractMesh(data=1),
+            {"w": torch.zeros(4, 4)},
+            torch.zeros(2, 4),
+        )
     fix = str(caught.value).splitlines()[-1]
-    assert "test_optim.py" in str(caught.value) and "torch.clamp(step / 100, max=1)" in fix and "torch.cos for math.cos" in fix and "momentum" not in fix
+    assert (
+        "test_optim.py" in str(caught.value)
+        and "torch.clamp(step / 100, max=1)" in fix
+        and "torch.cos for math.cos" in fix
+        and "momentum" not in fix
+    )

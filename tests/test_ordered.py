@@ -1,4 +1,5 @@
-"""Sums at indices: the values that PyTorch's operators give, and the same bits every time, with as many threads as there are."""
+"""Sums at indices: the values that PyTorch's operators give, and the same bits every time, with as many threads as
+there are."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_values_are_those_of_index_put() -> None:
         ([torch.empty(0, dtype=torch.int64)], drawn(0, 4, 6)),
     ]
     for indices, values in cases:
-        places = tuple(torch.arange(n)[:, None, None] if k is None else k for k, n in zip(indices, x.shape, strict=False))
+        places = tuple(
+            torch.arange(n)[:, None, None] if k is None else k for k, n in zip(indices, x.shape, strict=False)
+        )
         want = x.double().index_put(places, values.double(), accumulate=True)
         torch.testing.assert_close(add_at(x, indices, values).double(), want, rtol=1e-6, atol=1e-6)
     put = IN_ORDER[aten.index_put.default]
@@ -96,7 +99,10 @@ def test_a_step_is_the_same_bits_every_time(backend: str) -> None:
     def loss(params, tokens):
         return sum((read(params[name], tokens) @ params["out"]).square().mean() for name, read in READS.items())
 
-    params, tokens = {"out": drawn(WIDTH, 8)} | {name: drawn(ROWS, WIDTH) for name in READS}, torch.arange(TOKENS).reshape(8, -1) % ROWS
+    params, tokens = (
+        {"out": drawn(WIDTH, 8)} | {name: drawn(ROWS, WIDTH) for name in READS},
+        torch.arange(TOKENS).reshape(8, -1) % ROWS,
+    )
     train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend=backend)
     found = []
     for _ in range(10):

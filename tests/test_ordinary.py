@@ -23,23 +23,32 @@ def wide(*shape: int) -> torch.Tensor:
 
 
 def close(a: Any, b: Any) -> bool:
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True) for x, y in zip(fz.tree.leaves(a), fz.tree.leaves(b), strict=True))
+    return all(
+        torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for x, y in zip(fz.tree.leaves(a), fz.tree.leaves(b), strict=True)
+    )
 
 
 def trains_as_pytorch(fn: Loss, params: Any, batch: Any, *, blocks: bool = True) -> None:
-    """Two steps of `fn(params, batch) -> output`, as a block, as a recomputed block and as no block: its loss and parameters are those of the plain step."""
+    """Two steps of `fn(params, batch) -> output`, as a block, as a recomputed block and as no block: its loss and
+    parameters are those of the plain step."""
 
     def loss_of(f: Loss) -> Loss:
         return lambda p, x: sum(y.float().square().mean() for y in fz.tree.leaves(f(p, x)))  # type: ignore[return-value]
 
-    ways = {"outside": (fn, ()), **({"block": (fz.block(fn), ()), "full": (fz.block(fn), (fz.remat("full"),))} if blocks else {})}
+    ways = {
+        "outside": (fn, ()),
+        **({"block": (fz.block(fn), ()), "full": (fz.block(fn), (fz.remat("full"),))} if blocks else {}),
+    }
     plain = fz.train_step(loss_of(fn), optim.sgd(0.1))
     expected, metrics = plain.init(params), {}
     for _ in range(2):
         expected, metrics = plain(expected, batch)
     assert not close(expected.params, params), "nothing was trained"
     for name, (f, transforms) in ways.items():
-        train = fz.compile(fz.compose(*transforms)(fz.train_step(loss_of(f), optim.sgd(0.1))), fz.make_mesh(data=1), backend="eager")
+        train = fz.compile(
+            fz.compose(*transforms)(fz.train_step(loss_of(f), optim.sgd(0.1))), fz.make_mesh(data=1), backend="eager"
+        )
         state, found = train.init(params), {}
         for _ in range(2):
             state, found = train(state, batch)
@@ -86,14 +95,24 @@ def backwards_in_place(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def strides(p: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     y = x @ p["w"]
-    return {"t": y.t(), "expanded": y.sum(0).expand(3, 4), "every other": y[:, ::2], "flipped": y.flip(0).t()[1:], "last": y.unsqueeze(1).permute(2, 0, 1)}
+    return {
+        "t": y.t(),
+        "expanded": y.sum(0).expand(3, 4),
+        "every other": y[:, ::2],
+        "flipped": y.flip(0).t()[1:],
+        "last": y.unsqueeze(1).permute(2, 0, 1),
+    }
 
 
 CASES: dict[str, tuple[Loss, Any, Any]] = {
     "in place": (in_place, {"w": wide(4, 4)}, wide(3, 4)),
     "backwards in place": (backwards_in_place, {"w": wide(4, 4)}, wide(3, 4)),
     "strides": (strides, {"w": wide(4, 4)}, wide(3, 4)),
-    "convolutions": (convolutions, {"first": wide(4, 3, 3, 3), "bias": wide(4), "second": wide(4, 2, 2, 2), "third": wide(4, 1, 3)}, wide(2, 3, 6, 6)),
+    "convolutions": (
+        convolutions,
+        {"first": wide(4, 3, 3, 3), "bias": wide(4), "second": wide(4, 2, 2, 2), "third": wide(4, 1, 3)},
+        wide(2, 3, 6, 6),
+    ),
     "in place beside literals": (in_place_beside_literals, {"w": wide(4, 2)}, wide(3, 4)),
 }
 
@@ -119,7 +138,10 @@ def test_a_convolution_runs_with_and_without_native_bfloat16():
         adapted = on_device(graph, torch.device("cpu"), slow)
         (found,) = adapted.module()(*real)
         assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), expected[0], rtol=0.05, atol=0.5)
-        in_float32 = any(n.target is torch.ops.aten.convolution_backward.default and n.meta["val"][1].dtype == torch.float32 for n in adapted.graph.nodes)
+        in_float32 = any(
+            n.target is torch.ops.aten.convolution_backward.default and n.meta["val"][1].dtype == torch.float32
+            for n in adapted.graph.nodes
+        )
         assert in_float32 == bool(slow)
 
 
@@ -141,11 +163,15 @@ def test_recurrent_layers_train_as_pytorch(name):
 
 
 def test_a_layer_whose_gradients_pytorch_returns_as_one_tensor():
-    """Both biases of an LSTM have one gradient: fakes of it are one tensor in a process's first trace, and two in its others."""
+    """Both biases of an LSTM have one gradient: fakes of it are one tensor in a process's first trace, and two in its
+    others."""
     compat.FakeTensorMode.cache_clear()
     module = nn.LSTM(3, 5, batch_first=True)
     params = {k: v.detach().clone() for k, v in module.named_parameters()}
-    step = fz.train_step(lambda p, x: fz.block(lambda p, x: torch.func.functional_call(module, p, (x,))[0])(p, x).square().mean(), optim.sgd(0.1))
+    step = fz.train_step(
+        lambda p, x: fz.block(lambda p, x: torch.func.functional_call(module, p, (x,))[0])(p, x).square().mean(),
+        optim.sgd(0.1),
+    )
     train = fz.compile(fz.accumulate(2)(step), fz.make_mesh(data=1), backend="eager")
     state, plain = train.init(params), step.init(params)
     for _ in range(2):
@@ -158,7 +184,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: Attention(), (3, 5, 4)),
     "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), (3, 5, 4)),
     "cells": (lambda: Cells(), (3, 4)),
-    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)), (2, 3, 6, 6)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2)),
+        (2, 3, 6, 6),
+    ),
 }
 
 
@@ -188,7 +217,13 @@ def test_modules_train_as_pytorch(name):
     trains_as_pytorch(lambda p, x: torch.func.functional_call(module, p, (x,)), params, wide(*shape))
 
 
-LOSSES = [nn.CrossEntropyLoss(label_smoothing=0.1), nn.MSELoss(), nn.SmoothL1Loss(), nn.KLDivLoss(reduction="batchmean"), nn.BCEWithLogitsLoss()]
+LOSSES = [
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    nn.MSELoss(),
+    nn.SmoothL1Loss(),
+    nn.KLDivLoss(reduction="batchmean"),
+    nn.BCEWithLogitsLoss(),
+]
 
 
 def test_losses_that_are_modules_train_as_pytorch():
@@ -211,7 +246,10 @@ def test_a_batch_norm_on_clones_of_its_statistics_is_pytorchs():
         for _ in range(2):
             x = F.batch_norm(F.conv1d(x, p["w"]), new["mean"], new["var"], training=True, momentum=0.3).tanh()[:, :3]
         other = {name: value.clone() for name, value in new.items()}
-        return F.instance_norm(x, other["mean"][:3], other["var"][:3], use_input_stats=True), {**new, **{f"other {k}": v for k, v in other.items()}}
+        return F.instance_norm(x, other["mean"][:3], other["var"][:3], use_input_stats=True), {
+            **new,
+            **{f"other {k}": v for k, v in other.items()},
+        }
 
     params = {"mean": wide(4), "var": wide(4).square(), "w": wide(4, 3, 2)}
     batch = wide(5, 3, 6) + 1
@@ -229,8 +267,12 @@ def test_a_batch_norm_on_clones_of_its_statistics_is_pytorchs():
             exact = not (transforms and transforms[0].name == "mixed_precision")
             assert torch.equal(state.params["mean"], params["mean"]) and torch.equal(state.params["var"], params["var"])
             for name, running in expected.items():
-                assert torch.allclose(metrics["aux"][name].float(), running, rtol=0 if exact else 0.05, atol=0 if exact else 0.05), (name, transforms)
-            assert torch.allclose(metrics["loss"].float(), (out * batch[:, :3, :4]).square().mean(), rtol=1e-6 if exact else 0.05)
+                assert torch.allclose(
+                    metrics["aux"][name].float(), running, rtol=0 if exact else 0.05, atol=0 if exact else 0.05
+                ), (name, transforms)
+            assert torch.allclose(
+                metrics["loss"].float(), (out * batch[:, :3, :4]).square().mean(), rtol=1e-6 if exact else 0.05
+            )
             assert not torch.equal(state.params["w"], params["w"])
 
 

@@ -1,4 +1,5 @@
-"""Promises of the package as a whole: what the README tells to type is what CI runs, and private PyTorch stays in one file."""
+"""Promises of the package as a whole: what the README tells to type is what CI runs, and private PyTorch stays in one
+file."""
 
 from __future__ import annotations
 
@@ -44,14 +45,22 @@ def test_supported_versions_of_torch():
 
 def test_changelog_says_what_an_upgrade_changes():
     unreleased = (ROOT / "CHANGELOG.md").read_text().split("## [Unreleased]")[1].split("\n## ")[0]
-    assert re.findall(r"^### (.*)$", unreleased, re.MULTILINE) == ["Added", "Changed", "Fixed", "Numerics changed", "Printed program changed"]
+    assert re.findall(r"^### (.*)$", unreleased, re.MULTILINE) == [
+        "Added",
+        "Changed",
+        "Fixed",
+        "Numerics changed",
+        "Printed program changed",
+    ]
 
 
 def test_import_is_silent():
     """Without a warning and without a line printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     every = "import fzero; [getattr(fzero, name) for name in fzero.__all__]"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", every], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", every], capture_output=True, text=True, timeout=120, env=env
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -72,23 +81,37 @@ assert not hasattr(fzero, "shard_param") and not hasattr(fzero, "__wrapped__")
 
 @pytest.mark.parametrize("folder", ["program", "transforms", "schedule"])
 def test_folders_import_only_what_comes_before(folder):
-    """docs/design.md: each arrow is a folder, and nothing is imported from one further down, at the top of a file or inside a function."""
+    """docs/design.md: each arrow is a folder, and nothing is imported from one further down, at the top of a file or
+    inside a function."""
     later = ARROWS[ARROWS.index(folder) + 1 :]
     for path in sorted((ROOT / "fzero" / folder).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             assert not [n for n in names if n.startswith(tuple(f"fzero.{x}" for x in later))], f"{path.name}: {names}"
 
 
 def _private_torch_names(source: str) -> list[str]:
     """Names under `torch` with a part that starts with one underscore, as `line: name`."""
-    imported, used = r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*", r"(torch|dist)(\.\w+)*\._(?!_)\w+"  # used: each longer name contains the shorter one
+    imported, used = (
+        r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*",
+        r"(torch|dist)(\.\w+)*\._(?!_)\w+",
+    )  # used: each longer name contains the shorter one
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [f"{node.lineno}: {alias.name}" for alias in node.names if re.fullmatch(imported, alias.name)]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.lineno}: {node.module}.{alias.name}" for alias in node.names if re.fullmatch(imported, f"{node.module}.{alias.name}")]
+            found += [
+                f"{node.lineno}: {node.module}.{alias.name}"
+                for alias in node.names
+                if re.fullmatch(imported, f"{node.module}.{alias.name}")
+            ]
         elif isinstance(node, ast.Attribute) and re.fullmatch(used, name := ast.unparse(node)):
             found.append(f"{node.lineno}: {name}")
     return found

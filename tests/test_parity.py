@@ -1,4 +1,5 @@
-"""Every transformed step against the plain step, and the plain step against torch.optim: the claim that transforms change how a step runs, not what it does."""
+"""Every transformed step against the plain step, and the plain step against torch.optim: the claim that transforms
+change how a step runs, not what it does."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import fzero as fz
 NUM_STEPS = 12
 
 
-def transformed(step: Any, stage: int, accumulate: int = 1, remat: str | float | None = None, precision: dict[str, str] | None = None) -> Any:
+def transformed(
+    step: Any,
+    stage: int,
+    accumulate: int = 1,
+    remat: str | float | None = None,
+    precision: dict[str, str] | None = None,
+) -> Any:
     step = STAGES[stage](step)
     if accumulate > 1:
         step = fz.accumulate(step, accumulate)
@@ -32,7 +39,13 @@ def run_cases(cases: list[dict[str, Any]], num_steps: int = NUM_STEPS) -> list[d
 
 
 def run_case(
-    mesh: fz.Mesh, num_steps: int, model: str, optimizer: str, backend: str = "eager", dtype: torch.dtype = torch.float32, **transforms: Any
+    mesh: fz.Mesh,
+    num_steps: int,
+    model: str,
+    optimizer: str,
+    backend: str = "eager",
+    dtype: torch.dtype = torch.float32,
+    **transforms: Any,
 ) -> dict[str, Any]:
     init, loss = MODELS[model].init, MODELS[model].loss
     train = fz.compile(transformed(fz.train_step(loss, OPTIMIZERS[optimizer]()), **transforms), mesh, backend=backend)
@@ -71,7 +84,8 @@ TRAINED = [("gpt", "adamw"), ("bare", "sgd"), ("bare", "lamb"), ("mixed", "lion"
 
 
 def grid(num_ranks: int, model: str, optimizer: str) -> list[dict[str, Any]]:
-    """One and two ranks have every stage of every model, one of them alone and the other over micro-batches; three have two stages of each.
+    """One and two ranks have every stage of every model, one of them alone and the other over micro-batches; three have
+    two stages of each.
 
     Of any two of a model with its optimizer, a stage, an accumulation, a policy and a number of ranks, all values meet.
     """
@@ -84,7 +98,12 @@ def grid(num_ranks: int, model: str, optimizer: str) -> list[dict[str, Any]]:
 
 
 def test_the_grid_has_every_pair():
-    found = [(n, trained, c["stage"], c["accumulate"], c["remat"]) for n in (1, 2, 3) for trained in TRAINED for c in grid(n, *trained)]
+    found = [
+        (n, trained, c["stage"], c["accumulate"], c["remat"])
+        for n in (1, 2, 3)
+        for trained in TRAINED
+        for c in grid(n, *trained)
+    ]
     for i, j in itertools.combinations(range(5), 2):
         one, other = ({case[k] for case in found} for k in (i, j))
         assert {(case[i], case[j]) for case in found} == set(itertools.product(one, other)), (i, j)
@@ -102,7 +121,9 @@ def test_every_stage_equals_the_plain_step(run_ranks, num_ranks, model, optimize
             assert difference(got["norms"], want["norms"]) < 1e-5, case
             assert difference(got["state"].params, want["state"].params) < 1e-5, case
             assert difference(got["state"].opt_state, want["state"].opt_state) < 1e-5, case
-            assert torch.equal(got["state"].step, want["state"].step) and torch.equal(got["state"].key, want["state"].key)
+            assert torch.equal(got["state"].step, want["state"].step) and torch.equal(
+                got["state"].key, want["state"].key
+            )
             if num_ranks == 1 and case["accumulate"] == 1:  # the same operations in the same order
                 assert difference(got, want) == 0.0, case
 
@@ -116,12 +137,17 @@ def test_float64_leaves_no_room_for_chance(run_ranks):
     for results in run_ranks(3, run_cases, cases):
         for case, got in zip(cases, results, strict=True):
             want = plain(case["model"], "clipped", torch.float64)
-            assert difference(got["losses"].float(), want["losses"].float()) < 1e-6, case  # a compiled step's metrics are float32
-            assert difference(got["state"].params, want["state"].params) < (1e-6 if case["model"] == "gpt" else 1e-12), case  # the gpt's head is in float32
+            assert difference(got["losses"].float(), want["losses"].float()) < 1e-6, (
+                case
+            )  # a compiled step's metrics are float32
+            assert difference(got["state"].params, want["state"].params) < (
+                1e-6 if case["model"] == "gpt" else 1e-12
+            ), case  # the gpt's head is in float32
 
 
 def test_inductor_equals_the_plain_step(run_ranks):
-    """Compiled functions agree on what passes between them, strides included: of what attention saves, say. One process: tests/test_offload.py."""
+    """Compiled functions agree on what passes between them, strides included: of what attention saves, say. One
+    process: tests/test_offload.py."""
     case = {"model": "gpt", "optimizer": "adamw", "stage": 3, "accumulate": 2, "remat": 0.8, "backend": "inductor"}
     want = plain("gpt", "adamw", num_steps=3)
     for (got,) in run_ranks(2, run_cases, [case], 3, timeout=280):
@@ -134,7 +160,16 @@ def test_inductor_equals_the_plain_step(run_ranks):
 def test_bf16_follows_fp32(run_ranks, reduce):
     """Computing in bf16 moves the losses by less than 1e-2, and which stage does it by less than 1e-3."""
     stages = (0, 1, 3) if reduce == "fp32" else (0, 2, 3)
-    cases = [{"model": "gpt", "optimizer": "adamw", "stage": stage, "accumulate": 1, "precision": {"compute": "bf16", "reduce": reduce}} for stage in stages]
+    cases = [
+        {
+            "model": "gpt",
+            "optimizer": "adamw",
+            "stage": stage,
+            "accumulate": 1,
+            "precision": {"compute": "bf16", "reduce": reduce},
+        }
+        for stage in stages
+    ]
     want = plain("gpt", "adamw")["losses"]
     first, *others = run_ranks(2, run_cases, cases)
     for result in first:
@@ -142,13 +177,17 @@ def test_bf16_follows_fp32(run_ranks, reduce):
         assert ((result["losses"] - first[0]["losses"]) / want).abs().max() < 1e-3
         assert not torch.equal(result["losses"], want)  # it did compute in bf16
         assert all(x.dtype == torch.float32 for x in fz.tree.leaves(result["state"].params))
-    assert all(difference(a, b) == 0.0 for other in others for a, b in zip(first, other, strict=True))  # ranks stay together
+    assert all(
+        difference(a, b) == 0.0 for other in others for a, b in zip(first, other, strict=True)
+    )  # ranks stay together
 
 
 # the plain step against torch.optim
 
 
-def torch_optim(make: Any, model: str, clip: float | None, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
+def torch_optim(
+    make: Any, model: str, clip: float | None, dtype: torch.dtype
+) -> tuple[list[float], list[torch.Tensor]]:
     init, loss = MODELS[model].init, MODELS[model].loss
     params = fz.tree.map(lambda x: x.to(dtype).requires_grad_(), init(fz.random.key(0)))
     leaves, losses = fz.tree.leaves(params), []
@@ -178,4 +217,6 @@ def test_the_plain_step_equals_torch_optim(model, name, make, clip):
         losses, leaves = torch_optim(make, model, clip, dtype)
         got = plain(model, name, dtype)
         assert difference(got["losses"], torch.stack(losses)) < 1e-6
-        assert difference(fz.tree.leaves(got["state"].params), leaves) < tolerance * (1 if dtype == torch.float64 else 2), dtype
+        assert difference(fz.tree.leaves(got["state"].params), leaves) < tolerance * (
+            1 if dtype == torch.float64 else 2
+        ), dtype

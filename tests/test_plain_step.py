@@ -1,4 +1,5 @@
-"""The plain step is what a compiled one must equal: it writes to nothing that it is given, and takes every loss that a compiled one takes."""
+"""The plain step is what a compiled one must equal: it writes to nothing that it is given, and takes every loss that a
+compiled one takes."""
 
 from __future__ import annotations
 
@@ -51,16 +52,28 @@ def writes_under_vmap(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (torch.func.vmap(lambda row: row.mul_(2.0))(x) @ p["w"]).mean()
 
 
-WRITES = {norm: "params['mean']", counts: "params['mean']", writes_a_view_of_the_batch: "batch", writes_with_out: "batch", writes_under_vmap: "batch"}
+WRITES = {
+    norm: "params['mean']",
+    counts: "params['mean']",
+    writes_a_view_of_the_batch: "batch",
+    writes_with_out: "batch",
+    writes_under_vmap: "batch",
+}
 
 
 @pytest.mark.parametrize("loss", WRITES, ids=lambda f: f.__name__)
-def test_what_writes_to_its_arguments_is_refused_before_it_does_as_by_the_compiled_step(loss: Callable[..., Any]) -> None:
+def test_what_writes_to_its_arguments_is_refused_before_it_does_as_by_the_compiled_step(
+    loss: Callable[..., Any],
+) -> None:
     step = fz.train_step(loss, optim.sgd(0.1), **frozen)
     state, batch, before = step.init(PARAMS), BATCH.clone(), dict(PARAMS)
     train = fz.compile(step, MESH, backend="eager")
     evaluate = fz.eval_step(loss)
-    calls = [lambda: step(state, batch), lambda: train(train.init(PARAMS), batch), lambda: evaluate(state.params, batch)]
+    calls = [
+        lambda: step(state, batch),
+        lambda: train(train.init(PARAMS), batch),
+        lambda: evaluate(state.params, batch),
+    ]
     for call in calls:
         with pytest.raises(TraceError, match=r"fzero.(train|eval)_step: changes its arguments in place") as error:
             call()

@@ -1,4 +1,5 @@
-"""The plan: liveness with known peaks, queues with known times, closed forms, what is measured, and what is drawn and written."""
+"""The plan: liveness with known peaks, queues with known times, closed forms, what is measured, and what is drawn and
+written."""
 
 from __future__ import annotations
 
@@ -44,12 +45,22 @@ def call(fn, args, *out):
 
 
 def gather(handle, arg, out, shape):
-    start = Line("all_gather_start", (arg,), (Value(handle, (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",)})
+    start = Line(
+        "all_gather_start", (arg,), (Value(handle, (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",)}
+    )
     return start, Line("wait", (handle,), (Value(out, shape, F32),))
 
 
 def program_of(lines, functions, outputs, inputs):
-    return Program("hand", MESH, tuple(Value(n, s, F32) for n, s in inputs), {}, tuple(lines), outputs, {f.name: f for f in functions})
+    return Program(
+        "hand",
+        MESH,
+        tuple(Value(n, s, F32) for n, s in inputs),
+        {},
+        tuple(lines),
+        outputs,
+        {f.name: f for f in functions},
+    )
 
 
 def series(program, temporaries=0):
@@ -58,7 +69,11 @@ def series(program, temporaries=0):
 
 def test_a_value_is_alive_from_its_line_to_its_last_reader():
     double = function("double", lambda x: [x * 2], (100,))
-    lines = [call("double", ("batch",), ("a", (100,))), call("double", ("a",), ("b", (100,))), call("double", ("b",), ("c", (100,)))]
+    lines = [
+        call("double", ("batch",), ("a", (100,))),
+        call("double", ("a",), ("b", (100,))),
+        call("double", ("b",), ("c", (100,))),
+    ]
     program = program_of(lines, [double], ("c",), [("batch", (100,))])
     assert series(program) == [800, 1200, 1200]  # batch + a; batch + a + b; batch + b + c
     assert series(program, temporaries=60) == [860, 1260, 1260]
@@ -66,7 +81,11 @@ def test_a_value_is_alive_from_its_line_to_its_last_reader():
 
 def test_what_is_never_read_is_gone_at_once_and_what_is_returned_stays():
     double = function("double", lambda x: [x * 2], (100,))
-    lines = [call("double", ("batch",), ("a", (100,))), call("double", ("batch",), ("b", (100,))), call("double", ("batch",), ("c", (100,)))]
+    lines = [
+        call("double", ("batch",), ("a", (100,))),
+        call("double", ("batch",), ("b", (100,))),
+        call("double", ("batch",), ("c", (100,))),
+    ]
     assert series(program_of(lines, [double], ("c",), [("batch", (100,))])) == [800, 800, 800]
     assert series(program_of(lines, [double], ("a", "c"), [("batch", (100,))])) == [800, 1200, 1200]
 
@@ -75,7 +94,9 @@ def test_views_are_not_counted_twice_and_keep_what_they_view():
     halves = function("halves", lambda x: [*(x * 2).split(50), x.view(10, 10)], (100,))
     same = function("same", lambda x, y: [x + y], (50,), (50,))
     lines = [
-        call("halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))),  # a and b share 400 bytes, v is the batch
+        call(
+            "halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))
+        ),  # a and b share 400 bytes, v is the batch
         call("same", ("a", "a"), ("c", (50,))),
         call("same", ("b", "c"), ("d", (50,))),
     ]
@@ -87,24 +108,49 @@ def test_views_are_not_counted_twice_and_keep_what_they_view():
 
 def test_results_of_matrix_products_that_are_reshaped_are_one_storage():
     product = function("product", lambda x: [x.view(2, 5, 10) @ torch.ones(10, 10)], (10, 10))
-    assert [o.nbytes for o in output_storages(product.graph)] == [400] and output_storages(product.graph)[0].argument is None
+    assert [o.nbytes for o in output_storages(product.graph)] == [400] and output_storages(product.graph)[
+        0
+    ].argument is None
 
 
 def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought():
     double = function("double", lambda x: [x * 2], (100,))
     start, wait = gather("g", "shard", "w", (100,))
-    lines = [start, call("double", ("batch",), ("a", (100,))), wait, call("double", ("w",), ("b", (100,))), call("double", ("a",), ("c", (100,)))]
+    lines = [
+        start,
+        call("double", ("batch",), ("a", (100,))),
+        wait,
+        call("double", ("w",), ("b", (100,))),
+        call("double", ("a",), ("c", (100,))),
+    ]
     program = program_of(lines, [double], ("b", "c"), [("batch", (100,)), ("shard", (50,))])
-    assert series(program) == [1000, 1400, 1400, 1800, 1800]  # 600 of inputs, then 400 of w, a; w is gone when c is made
+    assert series(program) == [
+        1000,
+        1400,
+        1400,
+        1800,
+        1800,
+    ]  # 600 of inputs, then 400 of w, a; w is gone when c is made
     roles = [dict(zip(ROLES, s.by_role, strict=True)) for s in memory_of(program, lambda _: 0)]
     assert [r["gathered"] for r in roles] == [400, 400, 400, 400, 0]
 
 
 def test_a_reduction_holds_what_it_reads_until_its_wait():
     double = function("double", lambda x: [x * 2], (100,))
-    start = Line("reduce_scatter_start", ("g",), (Value("h", (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",), "op": "sum"})
+    start = Line(
+        "reduce_scatter_start",
+        ("g",),
+        (Value("h", (), torch.uint8, Placement("moving")),),
+        attrs={"axes": ("data",), "op": "sum"},
+    )
     wait = Line("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
-    lines = [call("double", ("batch",), ("g", (100,))), start, call("double", ("batch",), ("a", (100,))), wait, call("double", ("a",), ("b", (100,)))]
+    lines = [
+        call("double", ("batch",), ("g", (100,))),
+        start,
+        call("double", ("batch",), ("a", (100,))),
+        wait,
+        call("double", ("a",), ("b", (100,))),
+    ]
     program = program_of(lines, [double], ("s", "b"), [("batch", (100,))])
     assert series(program) == [800, 1000, 1400, 1400, 1400]  # g and s until the wait, then s with a and b
 
@@ -139,14 +185,23 @@ def test_the_pool_counts_once_for_all_that_lies_in_it():
 
 def timed(program, times, asynchronous):
     """`times`: seconds by name of the function or of the handle."""
-    return simulate(program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous)
+    return simulate(
+        program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous
+    )
 
 
 @functools.cache
 def two_gathers():
     work = function("work", lambda x: [x * 2], (100,))
     (start_1, wait_1), (start_2, wait_2) = gather("g_1", "s_1", "w_1", (100,)), gather("g_2", "s_2", "w_2", (100,))
-    lines = [start_1, start_2, wait_1, call("work", ("w_1",), ("a", (100,))), wait_2, call("work", ("w_2",), ("b", (100,)))]
+    lines = [
+        start_1,
+        start_2,
+        wait_1,
+        call("work", ("w_1",), ("a", (100,))),
+        wait_2,
+        call("work", ("w_2",), ("b", (100,))),
+    ]
     return program_of(lines, [work], ("a", "b"), [("s_1", (50,)), ("s_2", (50,))])
 
 
@@ -159,13 +214,23 @@ def test_transfers_of_a_channel_queue_and_hide_behind_compute():
 
 
 def test_gathers_and_reductions_of_one_axis_share_its_link():
-    """Each as if it had the link to itself, one after the other: two at once never have its bandwidth twice. Links of two axes work side by side."""
+    """Each as if it had the link to itself, one after the other: two at once never have its bandwidth twice. Links of
+    two axes work side by side."""
     for axis, begins in (("data", 3.0), ("replica", 0.0)):
         start, wait = gather("g", "s", "w", (100,))
-        reduce = Line("all_reduce_start", ("x",), (Value("r", (), torch.uint8, Placement("moving")),), attrs={"axes": (axis,), "op": "sum"})
+        reduce = Line(
+            "all_reduce_start",
+            ("x",),
+            (Value("r", (), torch.uint8, Placement("moving")),),
+            attrs={"axes": (axis,), "op": "sum"},
+        )
         lines = [start, reduce, wait, Line("wait", ("r",), (Value("y", (100,), F32),))]
-        found = timed(program_of(lines, [], ("w", "y"), [("s", (50,)), ("x", (100,))]), {"g": 3.0, "r": 2.0}, asynchronous=True)
-        assert [e.start for e in found.events if e.queue != COMPUTE] == [0.0, begins] and found.step_seconds == max(3.0, begins + 2.0)
+        found = timed(
+            program_of(lines, [], ("w", "y"), [("s", (50,)), ("x", (100,))]), {"g": 3.0, "r": 2.0}, asynchronous=True
+        )
+        assert [e.start for e in found.events if e.queue != COMPUTE] == [0.0, begins] and found.step_seconds == max(
+            3.0, begins + 2.0
+        )
         assert found.busy_seconds == {"gather:data": 3.0, f"reduce:{axis}": 2.0}
 
 
@@ -214,32 +279,46 @@ def test_a_mesh_of_devices_that_are_not_here():
     """Planned for the device that is named: no device of the kind, and no build of torch for it, is needed."""
     step = fz.shard_params(fz.train_step(models.gpt_loss, optim.adamw(1e-3)))
     found = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), device="h100")
-    assert (found.program.mesh.device_type, found.program.mesh.shared_memory, found.plan.device) == ("cuda", False, KNOWN["h100"].shared_by(2))
+    assert (found.program.mesh.device_type, found.program.mesh.shared_memory, found.plan.device) == (
+        "cuda",
+        False,
+        KNOWN["h100"].shared_by(2),
+    )
     here = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2))
     assert here.program.mesh.device_type == "cpu" and found.program.pool_bytes < here.program.pool_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize(("stage", "num_micro", "precision"), [(0, 1, "fp32"), (1, 1, "bf16"), (2, 2, "fp32"), (3, 1, "fp32"), (3, 3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "num_micro", "precision"),
+    [(0, 1, "fp32"), (1, 1, "bf16"), (2, 2, "fp32"), (3, 1, "fp32"), (3, 3, "bf16")],
+)
 def test_parts_add_up(stage, num_micro, precision, device):
     program = lowered(stage, num_micro, precision).program
     found = plan(program, device)
     assert sum(found.breakdown.values()) == found.peak_bytes == max(s.total for s in found.memory)
     assert found.resting_bytes + found.pool_bytes < found.peak_bytes
     assert found.step_seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
-    assert found.exposed_seconds == pytest.approx(sum(c.exposed_seconds for c in found.channels.values())) == pytest.approx(sum(w.seconds for w in found.waits))
+    assert (
+        found.exposed_seconds
+        == pytest.approx(sum(c.exposed_seconds for c in found.channels.values()))
+        == pytest.approx(sum(w.seconds for w in found.waits))
+    )
     assert found.lines[found.peak_line.index] == found.peak_line.text and len(found.lines) == len(list(program.walk()))
     assert all(found.breakdown[role] > 0 for role in ("params", "opt_state", "batch", "gradients", "saved"))
     assert min(found.breakdown.values()) >= 0 and 0 < found.speed_of_light < 1
     peak = found.device.peak_flops.get({"fp32": "float32", "bf16": "bfloat16"}[precision])
     assert found.mfu == (pytest.approx(found.model_flops / found.step_seconds / peak) if peak else None)
-    assert peak is None or found.mfu == pytest.approx(found.speed_of_light * found.device.flops["bfloat16"] / found.device.peak_flops["bfloat16"])
+    assert peak is None or found.mfu == pytest.approx(
+        found.speed_of_light * found.device.flops["bfloat16"] / found.device.peak_flops["bfloat16"]
+    )
     assert all(w.line.text.split(" = ")[1].startswith("wait(") for w in found.waits)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_bytes_of_a_channel_are_the_closed_form(ranks):
-    """Stage 3 with everything recomputed: parameters travel twice but for the last block's and the embedding's, gradients once."""
+    """Stage 3 with everything recomputed: parameters travel twice but for the last block's and the embedding's,
+    gradients once."""
     program = lowered(3, policy="full", ranks=ranks if BATCH % ranks == 0 else 2).program
     ranks = program.mesh.size
     found = plan(program, "cpu")
@@ -247,12 +326,16 @@ def test_bytes_of_a_channel_are_the_closed_form(ranks):
     once = lambda prefix: sum(x.numel * 4 for x in params if x.path.startswith(prefix))  # noqa: E731
     starts = [line for line, _ in program.walk() if line.op == "all_gather_start"]
     gathered = sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in starts)
-    assert found.channels["gather:data"].bytes == gathered and found.channels["gather:data"].num_transfers == len(starts)
+    assert found.channels["gather:data"].bytes == gathered and found.channels["gather:data"].num_transfers == len(
+        starts
+    )
     whole = sum(x.numel * 4 for x in params)
     exact = (2 * whole - once("params['embed']") - once("params['head']")) * (ranks - 1) / ranks
     assert gathered == pytest.approx(exact, abs=len(starts))
     reduced = found.channels["reduce:data"].bytes
-    scalars = sum(transfer_bytes(x, program.values_by_name, program.mesh) for x, _ in program.walk() if x.op == "all_reduce_start")
+    scalars = sum(
+        transfer_bytes(x, program.values_by_name, program.mesh) for x, _ in program.walk() if x.op == "all_reduce_start"
+    )
     assert reduced - scalars == pytest.approx(whole * (ranks - 1) / ranks, abs=len(starts))
 
 
@@ -270,7 +353,10 @@ def test_more_sharding_rests_and_peaks_lower():
     assert resting[0] > resting[1] == resting[2] > resting[3]
     peaks = [p.peak_bytes for p in plans]
     assert peaks[3] <= min(peaks[:3]) and peaks[1] <= peaks[0]
-    assert plan(lowered(3, policy="full").program, "cpu").breakdown["saved"] < plan(lowered(3, policy="none").program, "cpu").breakdown["saved"]
+    assert (
+        plan(lowered(3, policy="full").program, "cpu").breakdown["saved"]
+        < plan(lowered(3, policy="none").program, "cpu").breakdown["saved"]
+    )
 
 
 def test_an_evaluation_has_a_plan():
@@ -296,11 +382,20 @@ def trillion_loss(params, batch):
 
 def trillion_init(key, width=25600, layers=128, vocab=50304, seq=2048):
     def layer():
-        shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+        shapes = {
+            "qkv": (3 * width, width),
+            "out": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }
         return {"ln_1": torch.ones(width), "ln_2": torch.ones(width), **{k: torch.zeros(s) for k, s in shapes.items()}}
 
     embed = {"token": torch.zeros(vocab, width), "position": torch.zeros(seq, width)}
-    return {"embed": embed, "layers": [layer() for _ in range(layers)], "head": {"ln": torch.ones(width), "out": torch.zeros(vocab, width)}}
+    return {
+        "embed": embed,
+        "layers": [layer() for _ in range(layers)],
+        "head": {"ln": torch.ones(width), "out": torch.zeros(vocab, width)},
+    }
 
 
 def test_a_trillion_parameters_on_a_thousand_devices():
@@ -312,7 +407,9 @@ def test_a_trillion_parameters_on_a_thousand_devices():
     found = lowered.plan
     num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
     assert num_params == pytest.approx(1e12, rel=0.02)
-    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-4)  # the shards of norms are padded to a block
+    assert found.resting_bytes == pytest.approx(
+        12 * num_params / ranks, rel=1e-4
+    )  # the shards of norms are padded to a block
     block = 2 * 12 * 25600**2  # bytes of a layer in bf16
     assert found.resting_bytes + 2 * block < found.peak_bytes < 12 * num_params
     assert found.channels["gather:data"].bytes == pytest.approx(2 * 2 * num_params, rel=0.02)
@@ -334,7 +431,8 @@ CASES = {
 
 
 INITS = {name: functools.partial(m.init, width=128) if name == "gpt" else m.init for name, m in models.MODELS.items()}
-"""Wide enough for what libraries need inside a product in bfloat16 (tens of kB here, which no plan knows) not to matter."""
+"""Wide enough for what libraries need inside a product in bfloat16 (tens of kB here, which no plan knows) not to
+matter."""
 
 
 def measured(stage, case, model="gpt"):
@@ -349,13 +447,20 @@ def measured(stage, case, model="gpt"):
     return train.plan.peak_bytes, sum(inputs.values()) + pool + allocated(lambda: train(state, batch), mesh.device)
 
 
-@pytest.mark.parametrize(("model", "case"), [(m, c) for m in models.MODELS for c in CASES if m == "gpt" or "bf16" not in c])
+@pytest.mark.parametrize(
+    ("model", "case"), [(m, c) for m in models.MODELS for c in CASES if m == "gpt" or "bf16" not in c]
+)
 def test_the_peak_on_one_process_is_what_is_measured(case, model):
     predicted, real = measured(0, case, model)
     assert predicted == pytest.approx(real, rel=0.03 if "bf16" in case else 0.001)
 
 
-ON_RANKS = {0: ("plain", "vertical"), 1: ("plain", "bf16_accumulate"), 2: ("bf16_accumulate", "vertical"), 3: ("plain", "bf16_accumulate", "vertical")}
+ON_RANKS = {
+    0: ("plain", "vertical"),
+    1: ("plain", "bf16_accumulate"),
+    2: ("bf16_accumulate", "vertical"),
+    3: ("plain", "bf16_accumulate", "vertical"),
+}
 
 
 @pytest.mark.parametrize("stage", ON_RANKS)
@@ -395,7 +500,10 @@ def test_a_profiled_step_times_every_line(run_ranks):
             assert sum(e.queue == COMPUTE for e in events) == sum(times for op, times in lines if op != "loop")
             transfers = [e for e in events if e.queue != COMPUTE]
             assert len(transfers) == sum(times for op, times in lines if op.endswith("_start"))
-            assert all(e.seconds >= 0 for e in events) and {e.queue for e in transfers} == {"gather:data", "reduce:data"}
+            assert all(e.seconds >= 0 for e in events) and {e.queue for e in transfers} == {
+                "gather:data",
+                "reduce:data",
+            }
             starts = [e.start for e in events if e.queue == COMPUTE]
             assert starts == sorted(starts)
 
@@ -416,11 +524,19 @@ def test_json_holds_what_the_plan_holds(tmp_path):
     found = lowered(2, 2).plan
     data = json.loads(found.to_json(tmp_path / "plan.json"))
     assert data == json.loads((tmp_path / "plan.json").read_text())
-    times, sizes = ("step_seconds", "compute_seconds", "exposed_seconds"), ("peak_bytes", "resting_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes")
+    times, sizes = (
+        ("step_seconds", "compute_seconds", "exposed_seconds"),
+        ("peak_bytes", "resting_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes"),
+    )
     for field in (*times, *sizes, "model_flops", "mfu", "speed_of_light", "mesh", "name", "bound_by", "busy"):
         assert data[field] == getattr(found, field)
-    assert data["channels"] == {k: {**c._asdict(), "bandwidth": c.bandwidth} for k, c in found.channels.items()} and data["breakdown"] == found.breakdown
-    assert [sum(row[2:]) for row in data["memory"]] == [s.total for s in found.memory] and len(data["memory_columns"]) == len(data["memory"][0])
+    assert (
+        data["channels"] == {k: {**c._asdict(), "bandwidth": c.bandwidth} for k, c in found.channels.items()}
+        and data["breakdown"] == found.breakdown
+    )
+    assert [sum(row[2:]) for row in data["memory"]] == [s.total for s in found.memory] and len(
+        data["memory_columns"]
+    ) == len(data["memory"][0])
     assert data["peak_line"]["text"] == found.peak_line.text
 
 
@@ -430,11 +546,19 @@ def test_a_trace_has_every_channel_and_what_was_measured_beside_it(tmp_path):
     found.save_trace(tmp_path / "trace.json", measured)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for pid in (1, 2):
-        threads = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M" and e["pid"] == pid and e["name"] == "thread_name"}
+        threads = {
+            e["args"]["name"]: e["tid"]
+            for e in events
+            if e["ph"] == "M" and e["pid"] == pid and e["name"] == "thread_name"
+        }
         assert set(threads) == {COMPUTE, "gather:data", "reduce:data"}
         for name, tid in threads.items():
-            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid))
-            assert spans and all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), name  # a queue does one thing at a time
+            spans = sorted(
+                (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)
+            )
+            assert spans and all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), (
+                name
+            )  # a queue does one thing at a time
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == found.peak_bytes
     found.save_trace(tmp_path / "alone.json")
     assert {e["pid"] for e in json.loads((tmp_path / "alone.json").read_text())["traceEvents"]} == {1}
@@ -443,7 +567,9 @@ def test_a_trace_has_every_channel_and_what_was_measured_beside_it(tmp_path):
 def test_a_picture(tmp_path):
     found = lowered(3, 2).plan
     found.save_picture(tmp_path / "memory.png", budget="1MB")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "memory.png").stat().st_size > 10_000
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and (
+        tmp_path / "memory.png"
+    ).stat().st_size > 10_000
     found.save_picture(tmp_path / "memory.svg")
     text = (tmp_path / "memory.svg").read_text()
     assert "<svg" in text
@@ -463,7 +589,16 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 TB", 15 * 10**11), ("512mb", 512 * 10**6), ("7B", 7), (" 4 KiB ", 4096), (123, 123)]
+    ("text", "nbytes"),
+    [
+        ("80GB", 80 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5 TB", 15 * 10**11),
+        ("512mb", 512 * 10**6),
+        ("7B", 7),
+        (" 4 KiB ", 4096),
+        (123, 123),
+    ],
 )
 def test_sizes(text, nbytes):
     assert parse_bytes(text) == nbytes

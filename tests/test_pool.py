@@ -32,7 +32,9 @@ def test_all_reduce_and_rank_order(run_ranks, num_ranks):
 
 
 def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} | {"threads": str(torch.get_num_threads())}
+    return {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} | {
+        "threads": str(torch.get_num_threads())
+    }
 
 
 def test_environment_is_torchruns_and_one_thread(run_ranks):

@@ -1,4 +1,5 @@
-"""The pool: what is planned is small, and every way to break a schedule that the design names is found in a finished program."""
+"""The pool: what is planned is small, and every way to break a schedule that the design names is found in a finished
+program."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from fzero.program.verify_pool import check
 def lowered(*transforms: Any, layers: int = 4, shared_memory: bool = True) -> Program:
     step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
-    return fz.lower(step, fz.AbstractMesh(data=2, shared_memory=shared_memory), lambda key: models.gpt_init(key, layers), batch).program
+    return fz.lower(
+        step, fz.AbstractMesh(data=2, shared_memory=shared_memory), lambda key: models.gpt_init(key, layers), batch
+    ).program
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def edit(program: Program, change: Callable[[Line], list[Line]]) -> Program:
 
 
 def only(which: Line, new: Callable[[Line], list[Line]]) -> Callable[[Line], list[Line]]:
-    return lambda line: new(line) if line.op == which.op and line.out == which.out and line.args == which.args else [line]
+    return lambda line: (
+        new(line) if line.op == which.op and line.out == which.out and line.args == which.args else [line]
+    )
 
 
 def rejects(program: Program, *words: str) -> None:
@@ -79,14 +84,25 @@ def places(program: Program, which: Callable[[Line, str], bool]) -> dict[str, in
 def test_blocks_share_few_places() -> None:
     """Gathered leaves of alike blocks lie in the same few places, however many blocks there are."""
     for layers in (6, 12):
-        gathers = [start for start, _ in transfers(lowered(fz.shard_params(), layers=layers), "all_gather_start") if "params['layers']" in str(start.args)]
+        gathers = [
+            start
+            for start, _ in transfers(lowered(fz.shard_params(), layers=layers), "all_gather_start")
+            if "params['layers']" in str(start.args)
+        ]
         assert len(gathers) == 2 * layers and len({start.into for start in gathers}) <= 8
 
 
 def test_gradients_lie_where_what_was_kept_for_them_lay() -> None:
     """A layer more adds less than what is kept of it and its gradients' shards: they are not alive at once."""
     six, twelve = lowered(fz.shard_params(), layers=6), lowered(fz.shard_params(), layers=12)
-    added = [sum(places(p, lambda line, name: name.startswith("saved") or (line.op == "wait" and name.endswith("_shard"))).values()) for p in (six, twelve)]
+    added = [
+        sum(
+            places(
+                p, lambda line, name: name.startswith("saved") or (line.op == "wait" and name.endswith("_shard"))
+            ).values()
+        )
+        for p in (six, twelve)
+    ]
     assert 0 < twelve.pool_bytes - six.pool_bytes < 0.9 * (added[1] - added[0])
 
 
@@ -107,7 +123,16 @@ def test_a_value_read_after_its_bytes_were_reused(stage3: Program) -> None:
     reused = next((a, b) for i, a in enumerate(starts) for b in starts[i + 2 :] if set(a[0].into) & set(b[0].into))
     (_, wait), (start, _) = reused
     reader = next(i for i, x in enumerate(lines) if wait.out[0].name in x.args)
-    moved = replace(lines[reader], out=(), writes=(), op="cast", fn="", args=(wait.out[0].name,), attrs={"dtype": wait.out[0].dtype}, into=())
+    moved = replace(
+        lines[reader],
+        out=(),
+        writes=(),
+        op="cast",
+        fn="",
+        args=(wait.out[0].name,),
+        attrs={"dtype": wait.out[0].dtype},
+        into=(),
+    )
     moved = replace(moved, out=(replace(wait.out[0], name="late"),))
     at = next(i for i, x in enumerate(lines) if x is start) + 1
     rejects(replace(stage3, lines=(*lines[:at], moved, *lines[at:])), f"{wait.out[0].name} is read, but")
@@ -120,7 +145,12 @@ def test_a_buffer_written_while_other_ranks_read_it(stage3: Program) -> None:
     place = replace(places[second.args[0]], offset=first.into[0].offset)
 
     def onto(line: Line) -> list[Line]:
-        return [replace(line, into=tuple(place if v.name == second.args[0] else p for v, p in zip(line.out, line.into, strict=True)))]
+        return [
+            replace(
+                line,
+                into=tuple(place if v.name == second.args[0] else p for v, p in zip(line.out, line.into, strict=True)),
+            )
+        ]
 
     rejects(edit(stage3, only(maker, onto)), "written over the buffers of scatter_0")
 
@@ -134,7 +164,9 @@ def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
     rejects(edit(looped, apart), "other ranks may still be reading it")
 
 
-@pytest.mark.parametrize("transforms", [(fz.shard_params(),), (fz.shard_params(), fz.accumulate(3))], ids=["stage 3", "in a loop"])
+@pytest.mark.parametrize(
+    "transforms", [(fz.shard_params(),), (fz.shard_params(), fz.accumulate(3))], ids=["stage 3", "in a loop"]
+)
 def test_ranks_that_share_no_memory_wait_for_no_reader(transforms: Any) -> None:
     apart, shared = lowered(*transforms, shared_memory=False), lowered(*transforms)
     assert apart.pool_bytes < shared.pool_bytes
@@ -149,7 +181,12 @@ def test_a_pool_that_is_too_small(stage3: Program) -> None:
 
 def test_donated_state_read_late(stage3: Program) -> None:
     update = next(x for x in reversed(stage3.lines) if x.op == "call" and x.writes)
-    late = Line("cast", (update.writes[0],), (replace(stage3.values()[update.writes[0]], name="late"),), attrs={"dtype": torch.float32})
+    late = Line(
+        "cast",
+        (update.writes[0],),
+        (replace(stage3.values()[update.writes[0]], name="late"),),
+        attrs={"dtype": torch.float32},
+    )
     rejects(replace(stage3, lines=(*stage3.lines, late)), "has been overwritten")
 
 
@@ -169,8 +206,12 @@ class Allocations(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in fz.tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)}
-        self.count += any(isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given for x in fz.tree.leaves([out]))
+        given = {
+            x.untyped_storage().data_ptr() for x in fz.tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)
+        }
+        self.count += any(
+            isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given for x in fz.tree.leaves([out])
+        )
         return out
 
 
@@ -193,7 +234,9 @@ def allocations_of_transfers(stage: str, shared: bool) -> tuple[list[int], int]:
     try:
         for name, fn in before.items():
             setattr(carrier, name, watched(fn))
-        train = fz.compile(STAGES[stage](fz.train_step(MODELS["mixed"].loss, OPTIMIZERS["adamw"]())), mesh, backend="eager")
+        train = fz.compile(
+            STAGES[stage](fz.train_step(MODELS["mixed"].loss, OPTIMIZERS["adamw"]())), mesh, backend="eager"
+        )
         state = train.init(MODELS["mixed"].init)
         for batch in models.batches(3):
             counts.append(0)
@@ -218,7 +261,9 @@ def offloaded(**mesh: Any) -> Program:
     """A program with every kind of copy: parameters in host memory, the optimizer's state on disk."""
     records = (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path="/scratch", update_on="host"))
     step = fz.compose(*records)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
-    return fz.lower(step, fz.AbstractMesh(data=1, **mesh), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))).program
+    return fz.lower(
+        step, fz.AbstractMesh(data=1, **mesh), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))
+    ).program
 
 
 @pytest.fixture(scope="module")
@@ -248,13 +293,19 @@ def test_a_store_that_is_missing(tiered: Program, op: str) -> None:
     """What was updated in a copy never comes to rest."""
     program = lowered_on_device() if op == "to_host_start" else tiered
     start, wait = next((start, wait) for start, wait in transfers(program, op) if start.writes)
-    rejects(without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a part or a copy, is not")
+    rejects(
+        without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a part or a copy, is not"
+    )
 
 
 def lowered_on_device() -> Program:
     """Optimizer state that is brought to the device, and stored from there."""
-    step = fz.offload("cpu", ("opt_state", "params"), update_on="device")(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
-    return fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), MODELS["gpt"].init, next(iter(models.batches(1)))).program
+    step = fz.offload("cpu", ("opt_state", "params"), update_on="device")(
+        fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
+    )
+    return fz.lower(
+        step, fz.AbstractMesh(data=1, unified_memory=False), MODELS["gpt"].init, next(iter(models.batches(1)))
+    ).program
 
 
 @pytest.mark.parametrize("op", ["disk_read_start", "to_device_start", "to_host_start"])
@@ -265,9 +316,17 @@ def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
     reader = next(x for x in lines if wait.out[0].name in x.args)
     at = next(i for i, x in enumerate(lines) if x is start) + 1
     moved = [*lines[:at], reader, *(x for x in lines[at:] if x is not reader)]
-    rejects(replace(tiered, lines=tuple(moved)), f"{reader.op} {reader.fn}", f"{wait.out[0].name} is read before it is made")
-    early = Line("cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs={"dtype": wait.out[0].dtype})
-    rejects(replace(tiered, lines=(*lines[:at], early, *lines[at:])), "cast  -> early", f"{start.out[0].name} is still moving")
+    rejects(
+        replace(tiered, lines=tuple(moved)), f"{reader.op} {reader.fn}", f"{wait.out[0].name} is read before it is made"
+    )
+    early = Line(
+        "cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs={"dtype": wait.out[0].dtype}
+    )
+    rejects(
+        replace(tiered, lines=(*lines[:at], early, *lines[at:])),
+        "cast  -> early",
+        f"{start.out[0].name} is still moving",
+    )
 
 
 def under_way(program: Program, op: str, during: str) -> tuple[Line, Line, Line]:
@@ -297,20 +356,34 @@ def test_a_ring_overwritten_while_it_is_written_out(memory: str, request: pytest
     write, start, wait = under_way(program, "disk_write_start", "disk_read_start")
     places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
     source = next(places[a] for a in write.args[len(write.writes) :] if a in places)
-    rejects(moved_to(program, start, wait, source.offset), f"is written over the buffers of {write.out[0].name}: it is under way")
+    rejects(
+        moved_to(program, start, wait, source.offset),
+        f"is written over the buffers of {write.out[0].name}: it is under way",
+    )
 
 
 def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
     """The host's buffer of a fetch is given to a read from disk before the fetch has left it."""
-    step = fz.offload("nvme", ("opt_state", "params"), path="/scratch")(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
-    program = fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), lambda key: models.gpt_init(key, 4), next(iter(models.batches(1)))).program
+    step = fz.offload("nvme", ("opt_state", "params"), path="/scratch")(
+        fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
+    )
+    program = fz.lower(
+        step,
+        fz.AbstractMesh(data=1, unified_memory=False),
+        lambda key: models.gpt_init(key, 4),
+        next(iter(models.batches(1))),
+    ).program
     places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
     fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
-    rejects(moved_to(program, start, wait, places[fetch.args[0]].offset), f"is written over the buffers of {fetch.out[0].name}: it is under way")
+    rejects(
+        moved_to(program, start, wait, places[fetch.args[0]].offset),
+        f"is written over the buffers of {fetch.out[0].name}: it is under way",
+    )
 
 
 def test_what_the_host_writes_where_the_device_copies_from_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation casts parameters on the host into bytes of which a copy was waited for by the device alone: only a line that settles may."""
+    """An evaluation casts parameters on the host into bytes of which a copy was waited for by the device alone: only a
+    line that settles may."""
     step = fz.compose(fz.offload("cpu", "params"), fz.mixed_precision("bf16"))(fz.eval_step(MODELS["gpt"].loss))
     mesh = fz.AbstractMesh(data=1, unified_memory=False)
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 6), (next(iter(models.batches(1))),)).program
@@ -323,50 +396,78 @@ def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:
     """Equal offsets of two arenas are not the same bytes."""
     assert tiered.pool_bytes > 0 and tiered.host_pool_bytes > 0
     begins = {(p.arena, p.offset) for line, _ in tiered.walk() for p in line.into if p is not None}
-    assert {offset for arena, offset in begins if arena == "host"} & {offset for arena, offset in begins if arena == "device"}
+    assert {offset for arena, offset in begins if arena == "host"} & {
+        offset for arena, offset in begins if arena == "device"
+    }
     check(tiered)
     rejects(replace(tiered, host_pool_bytes=tiered.host_pool_bytes - 4096), "ends at byte")
 
 
 def test_a_gather_reads_its_shards_until_its_wait() -> None:
     """Shards that came from the host lie in the pool: nothing is copied there before they have been sent."""
-    step = fz.compose(fz.offload("cpu", "params"), fz.shard_params())(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
+    step = fz.compose(fz.offload("cpu", "params"), fz.shard_params())(
+        fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
+    )
     batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
     mesh = fz.AbstractMesh(data=2, shared_memory=False, unified_memory=False)
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 4), batch).program
     gather, start, wait = under_way(program, "all_gather_start", "to_device_start")
     places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
-    rejects(moved_to(program, start, wait, places[gather.args[0]].offset), f"is written over the buffers of {gather.out[0].name}: it is under way")
+    rejects(
+        moved_to(program, start, wait, places[gather.args[0]].offset),
+        f"is written over the buffers of {gather.out[0].name}: it is under way",
+    )
 
 
 def test_a_shard_lies_where_it_was_taken_from() -> None:
     """A whole leaf is read from disk, this rank's part of it is updated: in between nothing is read into its region."""
     step = fz.compose(fz.offload("nvme", ("opt_state", "params"), path="/scratch"), fz.shard_opt_state())
     batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
-    program = fz.lower(step(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), fz.AbstractMesh(data=2), MODELS["gpt"].init, batch).program
+    program = fz.lower(
+        step(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())),
+        fz.AbstractMesh(data=2),
+        MODELS["gpt"].init,
+        batch,
+    ).program
     lines = list(program.lines)
     taken = next(x for x in lines if x.op == "take_shard")
     update = next(i for i, x in enumerate(lines) if taken.out[0].name in x.writes)
     places = {v.name: p for line in lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
     whole, at = places[taken.args[0]], lines.index(taken)
-    start, wait = next((s, w) for s, w in transfers(program, "disk_read_start") if at < lines.index(w) < update or at < lines.index(s) < update)
+    start, wait = next(
+        (s, w)
+        for s, w in transfers(program, "disk_read_start")
+        if at < lines.index(w) < update or at < lines.index(s) < update
+    )
     rejects(moved_to(program, start, wait, whole.offset), f"{taken.args[0]} is read, but")
 
 
 def test_a_value_on_the_wrong_tier(tiered: Program) -> None:
     update = next(x for x in tiered.lines if x.op == "call" and x.attrs.get("on") == "host" and x.writes)
     here = replace(update, attrs={k: v for k, v in update.attrs.items() if k != "on"})
-    rejects(edit(tiered, lambda line: [here] if line is update else [line]), f"call {update.fn}", f"{update.writes[0]} is on the host, not on the device")
+    rejects(
+        edit(tiered, lambda line: [here] if line is update else [line]),
+        f"call {update.fn}",
+        f"{update.writes[0]} is on the host, not on the device",
+    )
     block = next(x for x in tiered.lines if x.op == "call" and "joint" in x.attrs)
     leaf = next(n for n in tiered.leaves if n.startswith("params['embed']"))
     direct = replace(block, args=(leaf, *block.args[1:]))
-    rejects(edit(tiered, lambda line: [direct] if line is block else [line]), f"call {block.fn}", f"{leaf} is on the host, not on the device")
+    rejects(
+        edit(tiered, lambda line: [direct] if line is block else [line]),
+        f"call {block.fn}",
+        f"{leaf} is on the host, not on the device",
+    )
     _, wait = transfers(tiered, "to_device_start")[0]
     wrong = replace(wait, out=(replace(wait.out[0], tier="host"), *wait.out[1:]))
     rejects(edit(tiered, lambda line: [wrong] if line is wait else [line]), "wait", f"{wait.out[0].name} is ")
     read, _ = transfers(tiered, "disk_read_start")[0]
     from_host = replace(read, args=(leaf, *read.args[1:]))
-    rejects(edit(tiered, lambda line: [from_host] if line is read else [line]), "disk_read_start", f"{leaf} is on the host, not on the disk")
+    rejects(
+        edit(tiered, lambda line: [from_host] if line is read else [line]),
+        "disk_read_start",
+        f"{leaf} is on the host, not on the disk",
+    )
 
 
 def alike(start: Line, program: Program) -> tuple[int, int]:
@@ -376,17 +477,27 @@ def alike(start: Line, program: Program) -> tuple[int, int]:
 
 
 def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
-    """Of the same shape, so that nothing but the name is wrong; each in the other's place, so that all leaves are written."""
+    """Of the same shape, so that nothing but the name is wrong; each in the other's place, so that all leaves are
+    written."""
     start, _ = next(p for p in transfers(tiered, "disk_write_start") if len(p[0].writes) > 3)
     num, (i, j) = len(start.writes), alike(start, tiered)
     targets = list(start.writes)
     targets[i], targets[j] = targets[j], targets[i]
     swapped = replace(start, args=(*targets, *start.args[num:]), writes=tuple(targets))
-    rejects(edit(tiered, lambda line: [swapped] if line is start else [line]), "disk_write_start", f"{start.args[num + i]}", f"{start.writes[i]}")
+    rejects(
+        edit(tiered, lambda line: [swapped] if line is start else [line]),
+        "disk_write_start",
+        f"{start.args[num + i]}",
+        f"{start.writes[i]}",
+    )
     sources = list(start.args[num:])
     sources[j] = sources[i]
     twice = replace(start, args=(*start.writes, *sources))
-    rejects(edit(tiered, lambda line: [twice] if line is start else [line]), "disk_write_start", f"updated, is stored in {start.writes[j]}")
+    rejects(
+        edit(tiered, lambda line: [twice] if line is start else [line]),
+        "disk_write_start",
+        f"updated, is stored in {start.writes[j]}",
+    )
 
 
 @pytest.mark.parametrize("op", ["disk_write_start", "to_host_start"])
@@ -394,5 +505,9 @@ def test_two_stores_to_one_leaf(tiered: Program, op: str) -> None:
     program = lowered_on_device() if op == "to_host_start" else tiered
     start, wait = next(p for p in transfers(program, op) if p[0].writes)
     again = replace(start, out=(replace(start.out[0], name="again"),))
-    lines = [x for line in program.lines for x in ((line, again, replace(wait, args=("again",))) if line is wait else (line,))]
+    lines = [
+        x
+        for line in program.lines
+        for x in ((line, again, replace(wait, args=("again",))) if line is wait else (line,))
+    ]
     rejects(replace(program, lines=tuple(lines)), f"{op}  -> again: {start.writes[0]} is written twice")

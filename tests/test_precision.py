@@ -1,4 +1,5 @@
-"""mixed_precision: float16 with its loss scale, dtypes by leaf and block, what is cast and what travels, and what cannot be had."""
+"""mixed_precision: float16 with its loss scale, dtypes by leaf and block, what is cast and what travels, and what
+cannot be had."""
 
 from __future__ import annotations
 
@@ -29,10 +30,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Reference:
-    """DeepSpeed's DynamicLossScaler (hysteresis, minimum) with torch.amp's count of steps before growth, in plain Python."""
+    """DeepSpeed's DynamicLossScaler (hysteresis, minimum) with torch.amp's count of steps before growth, in plain
+    Python."""
 
     def __init__(self, settings: fz.LossScale):
-        self.settings, self.scale, self.good, self.patience, self.skipped, self.stuck = settings, settings.initial, 0, settings.hysteresis, 0, False
+        self.settings, self.scale, self.good, self.patience, self.skipped, self.stuck = (
+            settings,
+            settings.initial,
+            0,
+            settings.hysteresis,
+            0,
+            False,
+        )
 
     def update(self, overflow: bool) -> None:
         s, self.stuck = self.settings, False
@@ -59,7 +68,15 @@ class Reference:
 SETTINGS = [
     fz.LossScale(growth_interval=3),
     fz.LossScale(initial=8.0, growth_interval=2, hysteresis=3, minimum=0.5),
-    fz.LossScale(initial=64.0, growth_interval=4, growth_factor=3.0, backoff_factor=0.25, hysteresis=2, consecutive_hysteresis=True, minimum=2.0),
+    fz.LossScale(
+        initial=64.0,
+        growth_interval=4,
+        growth_factor=3.0,
+        backoff_factor=0.25,
+        hysteresis=2,
+        consecutive_hysteresis=True,
+        minimum=2.0,
+    ),
     fz.LossScale(growth_interval=1, hysteresis=2),
 ]
 
@@ -69,7 +86,9 @@ def test_the_scale_moves_as_the_reference_says(settings):
     state, reference = settings.init(), Reference(settings)
     rng = random.Random(0)
     for step in range(300):
-        overflow = rng.random() < (0.6 if step // 30 % 2 else 0.1)  # calm stretches and rough ones: it meets its minimum, and grows again
+        overflow = rng.random() < (
+            0.6 if step // 30 % 2 else 0.1
+        )  # calm stretches and rough ones: it meets its minimum, and grows again
         state, stuck = settings.update(state, torch.tensor(overflow))
         reference.update(overflow)
         if settings.growth_factor**120 < 1e30:
@@ -79,7 +98,9 @@ def test_the_scale_moves_as_the_reference_says(settings):
 
 
 def test_the_scale_moves_as_torch_amp_does():
-    settings = fz.LossScale(initial=2.0**120, growth_interval=2, minimum=1e-30)  # up to where float32 ends: a scale that would be infinite stays
+    settings = fz.LossScale(
+        initial=2.0**120, growth_interval=2, minimum=1e-30
+    )  # up to where float32 ends: a scale that would be infinite stays
     state, scaler = settings.init(), torch.amp.GradScaler("cpu", init_scale=settings.initial, growth_interval=2)
     leaf, rng, found = torch.zeros(1, requires_grad=True), random.Random(1), []
     optimizer = torch.optim.SGD([leaf], lr=0.0)
@@ -111,7 +132,13 @@ def pointwise_loss(params, batch):
 
 
 WIDTH, ROWS, HUGE = 5, 8, 1e6  # float16 ends at 65504
-SCRIPT = {2: 7, 5: 0, 6: 3, 7: 2, 11: 5}  # step -> the row of the global batch that overflows: on one rank, in one micro-batch
+SCRIPT = {
+    2: 7,
+    5: 0,
+    6: 3,
+    7: 2,
+    11: 5,
+}  # step -> the row of the global batch that overflows: on one rank, in one micro-batch
 
 
 def pointwise_params():
@@ -155,7 +182,8 @@ def run_script(cases: dict[str, tuple[Any, ...]], backend: str = "eager", **keyw
 
 
 def follows_the_script(metrics: list[dict[str, Any]], states: list[Any]) -> None:
-    """The scale is the reference's; a skipped step leaves all else as it was, bit for bit, and the next one goes on from there."""
+    """The scale is the reference's; a skipped step leaves all else as it was, bit for bit, and the next one goes on
+    from there."""
     reference = Reference(SCALE)
     for i, (found, before, after) in enumerate(itertools.zip_longest(metrics, states[:-1], states[1:])):
         assert found["loss_scale"] == reference.scale and found["skipped"] == (i in SCRIPT)
@@ -170,7 +198,8 @@ def follows_the_script(metrics: list[dict[str, Any]], states: list[Any]) -> None
 
 @functools.cache
 def by_hand() -> tuple[list[dict[str, Any]], list[Any]]:
-    """The same training with torch.autograd and the reference scale: float16 copies of float32 masters, gradients unscaled in float32."""
+    """The same training with torch.autograd and the reference scale: float16 copies of float32 masters, gradients
+    unscaled in float32."""
     step = make_step()
     params, reference = pointwise_params(), Reference(SCALE)
     opt_state, out = step.optimizer.init(params), []
@@ -192,7 +221,9 @@ def test_one_rank_is_what_one_writes_by_hand():
     metrics, states = run_script({"plain": ()})["plain"]
     follows_the_script(metrics, states)
     for (loss, params, opt_state), found, state in zip(by_hand(), metrics, states[1:], strict=True):
-        assert (found["loss"] == loss or loss != loss) and same(state.params, params) and same(state.opt_state, opt_state)
+        assert (
+            (found["loss"] == loss or loss != loss) and same(state.params, params) and same(state.opt_state, opt_state)
+        )
 
 
 CASES = {
@@ -247,7 +278,8 @@ def train_gpt(names: list[str]) -> list[list[float]]:
 
 
 def test_fp16_follows_fp32(run_ranks):
-    """A gpt whose norms and biases stay in float32: layer norms take matrices in float16 and vectors in float32, as on a GPU."""
+    """A gpt whose norms and biases stay in float32: layer norms take matrices in float16 and vectors in float32, as on
+    a GPU."""
     first, second = run_ranks(2, train_gpt, ["fp32", "fp16"])
     assert first == second
     want, got = map(torch.tensor, first)
@@ -259,12 +291,18 @@ def test_fp16_follows_fp32(run_ranks):
 
 def lowered(*transforms: Any, model: str = "gpt", ranks: int = 2) -> Any:
     step = fz.compose(*transforms)(fz.train_step(MODELS[model].loss, OPTIMIZERS["clipped"]()))
-    return fz.lower(step, fz.AbstractMesh(data=ranks), MODELS[model].init, models.meta_part(models.batches(1)[0], ranks)).program
+    return fz.lower(
+        step, fz.AbstractMesh(data=ranks), MODELS[model].init, models.meta_part(models.batches(1)[0], ranks)
+    ).program
 
 
 def sent(program: Any, op: str, by: str) -> int:
     values = program.values()
-    return sum(times * transfer_bytes(line, values, program.mesh) for line, times in program.walk() if line.op == op and line.by == by)
+    return sum(
+        times * transfer_bytes(line, values, program.mesh)
+        for line, times in program.walk()
+        if line.op == op and line.by == by
+    )
 
 
 def matrices(path: str, leaf: torch.Tensor) -> bool:
@@ -274,24 +312,36 @@ def matrices(path: str, leaf: torch.Tensor) -> bool:
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize(("reduce", "where"), [("fp32", None), ("bf16", None), ("fp16", matrices)])
 def test_bytes_are_dtype_times_elements(compute, reduce, where):
-    """Every leaf's shard is cast once and travels in its compute dtype, twice but for the last block's; its gradient in its reduce dtype, once."""
+    """Every leaf's shard is cast once and travels in its compute dtype, twice but for the last block's; its gradient in
+    its reduce dtype, once."""
     ranks = 2
     program = lowered(fz.shard_params(), fz.mixed_precision(compute, reduce=reduce, where=where), ranks=ranks)
     leaves = {path: leaf for path, leaf in program.leaves.items() if leaf.role == "params"}
 
     def total(dtype: str, times: Any) -> int:
-        sizes = {p: BYTES[dtype] if where is None or where(p, torch.empty(leaf.shape, device="meta")) else 4 for p, leaf in leaves.items()}
+        sizes = {
+            p: BYTES[dtype] if where is None or where(p, torch.empty(leaf.shape, device="meta")) else 4
+            for p, leaf in leaves.items()
+        }
         padded = {p: -(-leaf.numel // ranks) * ranks for p, leaf in leaves.items()}
         return sum(times(p) * padded[p] * sizes[p] for p in leaves) * (ranks - 1) // ranks
 
-    once = ("params['embed']", "params['head']")  # the head is the last block, and the vjp of the embedding does not read it
+    once = (
+        "params['embed']",
+        "params['head']",
+    )  # the head is the last block, and the vjp of the embedding does not read it
     assert sent(program, "all_gather_start", "shard_params") == total(compute, lambda p: 1 if p.startswith(once) else 2)
     assert sent(program, "reduce_scatter_start", "shard_params") == total(reduce, lambda p: 1)
     values = program.values()
     casts = [line for line, _ in program.walk() if line.op == "cast" and line.args[0] in leaves]
-    assert all(values[line.out[0].name].placement.kind == "shard" and values[line.out[0].name].dtype == DTYPES[compute] for line in casts)
+    assert all(
+        values[line.out[0].name].placement.kind == "shard" and values[line.out[0].name].dtype == DTYPES[compute]
+        for line in casts
+    )
     if compute != "fp32":
-        assert {line.args[0] for line in casts} == {p for p, leaf in leaves.items() if where is None or len(leaf.shape) > 1}
+        assert {line.args[0] for line in casts} == {
+            p for p, leaf in leaves.items() if where is None or len(leaf.shape) > 1
+        }
 
 
 @fz.block
@@ -309,20 +359,30 @@ def linear(p, x, index, offset=1):
 @fz.block
 def normed(p, x):
     assert x.dtype in (p["w"].dtype, torch.float32)
-    return x + norm(p["norm"], x).to(p["w"].dtype) @ p["w"]  # leaves of two dtypes: arguments stay as they are, but those of a block inside
+    return (
+        x + norm(p["norm"], x).to(p["w"].dtype) @ p["w"]
+    )  # leaves of two dtypes: arguments stay as they are, but those of a block inside
 
 
 def normed_loss(params, batch):
     x = linear(params["linear"], norm(params["norm"], batch["x"]), batch["index"])
     out = linear(params["head"], normed(params["normed"], x), batch["index"])
-    aux = {"half": out.mean().half(), "bits": torch.full((), 8 * out.element_size()), "count": fz.weighted(out.sum(), out.numel())}
+    aux = {
+        "half": out.mean().half(),
+        "bits": torch.full((), 8 * out.element_size()),
+        "count": fz.weighted(out.sum(), out.numel()),
+    }
     return out.square().mean(), {**aux, "table_bits": torch.full((), 8 * params["table"].element_size())}
 
 
 def normed_params():
     generator = torch.Generator().manual_seed(5)
     square = lambda: torch.randn(4, 4, generator=generator) * 0.5  # noqa: E731
-    linears = {"linear": {"w": square()}, "head": {"w": square()}, "normed": {"w": square(), "norm": {"scale": torch.ones(4)}}}
+    linears = {
+        "linear": {"w": square()},
+        "head": {"w": square()},
+        "normed": {"w": square(), "norm": {"scale": torch.ones(4)}},
+    }
     return {**linears, "norm": {"scale": torch.ones(4)}, "table": torch.arange(3)}
 
 
@@ -330,23 +390,44 @@ def not_norm_nor_head(path: str, leaf: torch.Tensor) -> bool:
     return "norm']['scale" not in path and "head" not in path
 
 
-NORMED_BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(6)), "index": torch.tensor([5, 0, 1, 2, 4, 4])}
+NORMED_BATCH = {
+    "x": torch.randn(6, 4, generator=torch.Generator().manual_seed(6)),
+    "index": torch.tensor([5, 0, 1, 2, 4, 4]),
+}
 
 
 def test_where_keeps_leaves_and_their_blocks_in_full_precision():
     step = fz.train_step(normed_loss, optim.sgd(0.1), has_aux=True)
-    train = fz.compile(fz.mixed_precision(step, "fp16", params="bf16", where=not_norm_nor_head), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.mixed_precision(step, "fp16", params="bf16", where=not_norm_nor_head), fz.make_mesh(data=1), backend="eager"
+    )
     state = train.init(normed_params())
-    dtypes = {path: x.dtype for path, x in zip(fz.tree.paths(state.params, "params"), fz.tree.leaves(state.params), strict=True)}
+    dtypes = {
+        path: x.dtype
+        for path, x in zip(fz.tree.paths(state.params, "params"), fz.tree.leaves(state.params), strict=True)
+    }
     kept = [path for path, dtype in dtypes.items() if dtype == torch.float32]
-    assert kept == ["params['head']['w']", "params['norm']['scale']", "params['normed']['norm']['scale']"]  # as they were given, not as `params` says
+    assert kept == [
+        "params['head']['w']",
+        "params['norm']['scale']",
+        "params['normed']['norm']['scale']",
+    ]  # as they were given, not as `params` says
     assert dtypes["params['table']"] == torch.int64 and dtypes["params['linear']['w']"] == torch.bfloat16
     state, metrics = train(state, NORMED_BATCH)
-    assert metrics["aux"]["bits"] == 32 and metrics["aux"]["table_bits"] == 64  # the head's block is in float32, an integer as it was
-    casts = {line.args[0]: line.out[0].dtype for line in train.program.lines if line.op == "cast" and line.args[0] in dtypes}
+    assert (
+        metrics["aux"]["bits"] == 32 and metrics["aux"]["table_bits"] == 64
+    )  # the head's block is in float32, an integer as it was
+    casts = {
+        line.args[0]: line.out[0].dtype for line in train.program.lines if line.op == "cast" and line.args[0] in dtypes
+    }
     assert casts == {f"params['{name}']['w']": torch.float16 for name in ("linear", "normed")}
-    nothing = fz.compile(fz.mixed_precision(step, "bf16", where=lambda path, leaf: False), fz.make_mesh(data=1), backend="eager")
-    (plain, want), (alike, got) = step(step.init(normed_params()), NORMED_BATCH), nothing(nothing.init(normed_params()), {**NORMED_BATCH})
+    nothing = fz.compile(
+        fz.mixed_precision(step, "bf16", where=lambda path, leaf: False), fz.make_mesh(data=1), backend="eager"
+    )
+    (plain, want), (alike, got) = (
+        step(step.init(normed_params()), NORMED_BATCH),
+        nothing(nothing.init(normed_params()), {**NORMED_BATCH}),
+    )
     assert not torch.equal(want["loss"], got["loss"])  # the batch is rounded still
     assert same(plain.params["table"], alike.params["table"])
 
@@ -359,7 +440,11 @@ def test_outputs_are_what_the_caller_gets(outputs):
     asked = DTYPES[outputs] if outputs else torch.float32  # a mean is made in float32
     assert {metrics["loss"].dtype, metrics["aux"]["half"].dtype, metrics["aux"]["count"].dtype} == {asked}
     assert metrics["grad_norm"].dtype == torch.float32  # the step's own
-    evaluate = fz.compile(transform(fz.eval_step(lambda p, x: (x @ p["linear"]["w"], x.argmax(), fz.weighted(x.sum(), 4)))), mesh, backend="eager")
+    evaluate = fz.compile(
+        transform(fz.eval_step(lambda p, x: (x @ p["linear"]["w"], x.argmax(), fz.weighted(x.sum(), 4)))),
+        mesh,
+        backend="eager",
+    )
     out, index, mean = evaluate(state.params, NORMED_BATCH["x"])
     assert (out.dtype, index.dtype, mean.dtype) == (DTYPES[outputs] if outputs else torch.bfloat16, torch.int64, asked)
 
@@ -377,35 +462,73 @@ def raises(kind: type[Exception], act: Any, *parts: str) -> None:
 
 def test_arguments_that_cannot_work():
     for scale in (0, -1.0, float("nan"), float("inf"), True, "static"):
-        raises(FzeroValueError, lambda scale=scale: fz.mixed_precision("fp16", loss_scale=scale), f"loss_scale={scale!r}")
-    raises(FzeroValueError, lambda: fz.mixed_precision("bf16", loss_scale=128.0, loss_scale_at_minimum="stop"), "loss_scale_at_minimum='stop'")
+        raises(
+            FzeroValueError, lambda scale=scale: fz.mixed_precision("fp16", loss_scale=scale), f"loss_scale={scale!r}"
+        )
     raises(
-        FzeroValueError, lambda: fz.mixed_precision("bf16", loss_scale="dynamic"), "loss_scale='dynamic'", "neither compute='bf16' nor reduce='fp32' needs one"
+        FzeroValueError,
+        lambda: fz.mixed_precision("bf16", loss_scale=128.0, loss_scale_at_minimum="stop"),
+        "loss_scale_at_minimum='stop'",
     )
-    raises(FzeroValueError, lambda: fz.mixed_precision("fp32", loss_scale_at_minimum="raise"), "loss_scale_at_minimum='raise'")
+    raises(
+        FzeroValueError,
+        lambda: fz.mixed_precision("bf16", loss_scale="dynamic"),
+        "loss_scale='dynamic'",
+        "neither compute='bf16' nor reduce='fp32' needs one",
+    )
+    raises(
+        FzeroValueError,
+        lambda: fz.mixed_precision("fp32", loss_scale_at_minimum="raise"),
+        "loss_scale_at_minimum='raise'",
+    )
     raises(FzeroValueError, lambda: fz.mixed_precision("fp16", outputs="fp64"), "outputs='fp64'", "'fp16'")
-    raises(FzeroValueError, lambda: fz.mixed_precision(torch.int8), "compute='torch.int8'", "for 8 bits there is fz.fp8")
+    raises(
+        FzeroValueError, lambda: fz.mixed_precision(torch.int8), "compute='torch.int8'", "for 8 bits there is fz.fp8"
+    )
     raises(FzeroTypeError, lambda: fz.mixed_precision("fp16", where="norms"), "where='norms'")
-    bad = {"initial": 0, "growth_interval": 0, "growth_factor": 0.5, "backoff_factor": 2.0, "hysteresis": 1.5, "consecutive_hysteresis": 1, "minimum": -1}
+    bad = {
+        "initial": 0,
+        "growth_interval": 0,
+        "growth_factor": 0.5,
+        "backoff_factor": 2.0,
+        "hysteresis": 1.5,
+        "consecutive_hysteresis": 1,
+        "minimum": -1,
+    }
     raises(FzeroValueError, lambda: fz.LossScale(**bad), *(f"{name}={value!r}" for name, value in bad.items()))
     raises(FzeroValueError, lambda: fz.LossScale(initial=1.0, minimum=2.0), "initial=1.0", "minimum=2.0")
-    assert "loss_scale='dynamic')" in str(fz.mixed_precision("fp16")) and "loss_scale='dynamic')" in str(fz.mixed_precision("bf16", reduce="fp16"))
-    assert "loss_scale=1024)" in str(fz.mixed_precision("fp16", loss_scale=1024)) and "loss_scale" not in str(fz.mixed_precision("bf16"))
-    raises(TransformError, lambda: fz.mixed_precision(fz.mixed_precision(make_step(), "bf16"), "fp32"), "loss_scale=LossScale(")
+    assert "loss_scale='dynamic')" in str(fz.mixed_precision("fp16")) and "loss_scale='dynamic')" in str(
+        fz.mixed_precision("bf16", reduce="fp16")
+    )
+    assert "loss_scale=1024)" in str(fz.mixed_precision("fp16", loss_scale=1024)) and "loss_scale" not in str(
+        fz.mixed_precision("bf16")
+    )
+    raises(
+        TransformError,
+        lambda: fz.mixed_precision(fz.mixed_precision(make_step(), "bf16"), "fp32"),
+        "loss_scale=LossScale(",
+    )
 
 
 def test_two_precisions_for_a_tied_leaf():
     tied = dict.fromkeys("ab", torch.ones(3, 3))
     step = fz.train_step(lambda p, x: (x @ p["a"] @ p["b"]).mean(), optim.sgd(0.1))
     step = fz.data_parallel(fz.mixed_precision(step, "bf16", where=lambda path, leaf: "a" in path[6:]))
-    for act in (lambda: fz.compile(step, fz.make_mesh(data=1)).init(tied), lambda: fz.lower(step, fz.AbstractMesh(data=2), tied, torch.ones(2, 3))):
-        raises(TransformError, act, "params['a'] and params['b'] are one tensor", "accepts params['a'], not params['b']")
+    for act in (
+        lambda: fz.compile(step, fz.make_mesh(data=1)).init(tied),
+        lambda: fz.lower(step, fz.AbstractMesh(data=2), tied, torch.ones(2, 3)),
+    ):
+        raises(
+            TransformError, act, "params['a'] and params['b'] are one tensor", "accepts params['a'], not params['b']"
+        )
 
 
 def test_a_dtype_the_device_lacks(monkeypatch):
     monkeypatch.setattr(precision, "computes_in", lambda device, dtype: dtype != torch.bfloat16)
     step = fz.mixed_precision(fz.eval_step(lambda params, x: x), "fp32", reduce="bf16")
-    raises(FzeroValueError, lambda: fz.compile(step, fz.make_mesh(data=1)), "cpu", "reduce='bf16'", "it has 'fp32', 'fp16'")
+    raises(
+        FzeroValueError, lambda: fz.compile(step, fz.make_mesh(data=1)), "cpu", "reduce='bf16'", "it has 'fp32', 'fp16'"
+    )
 
 
 def diverge(at_minimum: str, steps: int, **scale: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -425,14 +548,20 @@ def test_at_the_minimum_it_warns_once_and_goes_on():
     with pytest.warns(RuntimeWarning, match="at the minimum loss scale") as caught:
         state, found = diverge("warn", 5, initial=4.0)
     assert len(caught) == 1 and caught[0].filename == __file__
-    assert [m["loss_scale_at_minimum"].item() for m in found] == [False, False, True, True, True] and state.extras["loss_scale"].scale == 1.0
+    assert [m["loss_scale_at_minimum"].item() for m in found] == [False, False, True, True, True] and state.extras[
+        "loss_scale"
+    ].scale == 1.0
     assert state.step == 0 and same(state.params, pointwise_params())
 
 
 def test_at_the_minimum_it_can_raise():
     diverge("raise", 2, initial=4.0)
     raises(LossScaleError, lambda: diverge("raise", 3, initial=4.0), "loss scale 1:")
-    raises(LossScaleError, lambda: diverge("raise", 1, initial=128.0, growth_factor=1.0, backoff_factor=1.0, minimum=128.0), "loss scale 128:")
+    raises(
+        LossScaleError,
+        lambda: diverge("raise", 1, initial=128.0, growth_factor=1.0, backoff_factor=1.0, minimum=128.0),
+        "loss scale 128:",
+    )
 
 
 def not_finite() -> str:
@@ -452,8 +581,14 @@ def not_finite() -> str:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_parameters_that_are_not_finite_at_the_start(run_ranks, num_ranks):
     for text in run_ranks(num_ranks, not_finite):
-        assert "not finite" in text and "params[1]['w']" in text and "params[2]['b']" in text and "params[0]" not in text
-    masked = fz.train_step(lambda p, x: (x * p["w"] + p["mask"]).clamp(min=0).mean(), optim.sgd(0.1), trainable=lambda path, leaf: "mask" not in path)
+        assert (
+            "not finite" in text and "params[1]['w']" in text and "params[2]['b']" in text and "params[0]" not in text
+        )
+    masked = fz.train_step(
+        lambda p, x: (x * p["w"] + p["mask"]).clamp(min=0).mean(),
+        optim.sgd(0.1),
+        trainable=lambda path, leaf: "mask" not in path,
+    )
     train = fz.compile(masked, fz.make_mesh(data=1), backend="eager")
     _, metrics = train(train.init({"w": torch.ones(2), "mask": torch.tensor([0.0, -torch.inf])}), torch.ones(3, 2))
     assert metrics["finite"]  # what is not trained may be infinite
@@ -473,7 +608,8 @@ class Late:
 
 
 def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
-    """A warning comes when the flag has come; an error a step late, in the same step on every rank, however far each device is."""
+    """A warning comes when the flag has come; an error a step late, in the same step on every rank, however far each
+    device is."""
     waited, events = [], []
 
     def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -534,7 +670,9 @@ def test_checkpoints_of_other_precisions(tmp_path):
     state, _ = brain(brain.init(pointwise_params()), batch)
     fz.checkpoint.save(tmp_path / "brain", state)
     begun = half.restore(tmp_path / "brain")
-    assert tuple(x.item() for x in begun.extras["loss_scale"]) == (2.0**16, 0, 1, 0) and same(begun.params, state.params)
+    assert tuple(x.item() for x in begun.extras["loss_scale"]) == (2.0**16, 0, 1, 0) and same(
+        begun.params, state.params
+    )
     begun, _ = half(begun, batch)
     fz.checkpoint.save(tmp_path / "half", begun)
     back = brain.restore(tmp_path / "half")

@@ -71,7 +71,9 @@ def test_golden(name):
     if os.environ.get("FZERO_UPDATE_GOLDENS"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text(name))
-    assert path.read_text() == text(name), "the printed program changed: see this file's docstring, and say so in the CHANGELOG"
+    assert path.read_text() == text(name), (
+        "the printed program changed: see this file's docstring, and say so in the CHANGELOG"
+    )
 
 
 @pytest.mark.parametrize("fold", [True, False])
@@ -105,7 +107,10 @@ def test_what_runs_is_the_flat_form():
     from fzero.program.show import source
 
     for name in VARIANTS:
-        runs, shown = (re.sub(r"\bdel \((.*)\)", r"del \1", ast.unparse(ast.parse(code))) for code in (source(gpt_program(name)), text(name, fold=False)))
+        runs, shown = (
+            re.sub(r"\bdel \((.*)\)", r"del \1", ast.unparse(ast.parse(code)))
+            for code in (source(gpt_program(name)), text(name, fold=False))
+        )
         assert runs == shown
 
 
@@ -134,7 +139,9 @@ def test_a_block_is_traced_once_however_deep_the_model(monkeypatch, name):
         TRACED.clear()
         programs.append(gpt_program.__wrapped__(name, layers))
         traced.append(len(TRACED))
-    assert traced[0] == traced[1] <= 4  # forward and backward together, and its outputs; twice, for it changes the list that it reads
+    assert (
+        traced[0] == traced[1] <= 4
+    )  # forward and backward together, and its outputs; twice, for it changes the list that it reads
     assert len(programs[0].functions) == len(programs[1].functions)
     assert len(programs[1].lines) > 2 * len(programs[0].lines)
 
@@ -153,6 +160,8 @@ def test_unlike_blocks_are_functions_of_their_own():
         return (x.double() if params["wide"].dtype == torch.float64 else x).mean()
 
     params: dict[str, Any] = {"square": [torch.empty(4, 4) for _ in range(3)], "wide": torch.empty(4, 6)}
-    program = fz.lower(fz.remat(fz.train_step(loss, optim.sgd(0.1)), "full"), fz.AbstractMesh(data=1), params, torch.empty(2, 4)).program
+    program = fz.lower(
+        fz.remat(fz.train_step(loss, optim.sgd(0.1)), "full"), fz.AbstractMesh(data=1), params, torch.empty(2, 4)
+    ).program
     forward = {line.fn for line, _ in program.walk() if line.fn.startswith("scaled") and "vjp" not in line.fn}
     assert len(forward) == 3

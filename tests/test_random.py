@@ -19,7 +19,8 @@ KINDS = ["bits", "uniform", "normal"]
 
 
 def same(kind, a, b):
-    """Bitwise for words; normals up to the rounding of log and cos, whose vector forms may treat the ends of a tensor apart."""
+    """Bitwise for words; normals up to the rounding of log and cos, whose vector forms may treat the ends of a tensor
+    apart."""
     torch.testing.assert_close(a, b, rtol=0, atol=2e-6 if kind == "normal" else 0)
 
 
@@ -33,7 +34,9 @@ def test_known_answers(key, counter, expected):
     fzr._threefry_(k0, k1, x0, x1, torch.empty_like(x0))
     assert [int(x) & 0xFFFFFFFF for x in (*x0.unique(), *x1.unique())] == list(expected)
     x0, x1 = (torch.full((37,), fzr._signed(v), dtype=torch.int32) for v in counter)
-    fzr._threefry_(torch.tensor(k0), torch.tensor(k1), x0, x1, torch.empty_like(x0))  # the key as tensors: what an accelerator runs
+    fzr._threefry_(
+        torch.tensor(k0), torch.tensor(k1), x0, x1, torch.empty_like(x0)
+    )  # the key as tensors: what an accelerator runs
     assert [int(x) & 0xFFFFFFFF for x in (*x0.unique(), *x1.unique())] == list(expected)
 
 
@@ -64,7 +67,9 @@ def moments_and_ks(x, cdf):
 def test_uniform_is_uniform():
     x = fzr.uniform(fzr.key(1), (500, 400))
     mean, var, ks = moments_and_ks(x.flatten(), lambda v: v)
-    assert abs(mean - 0.5) < 5 * math.sqrt(1 / 12 / x.numel()) and abs(var - 1 / 12) < 1e-3 and ks < 1.95  # ks: the 0.1 % level
+    assert (
+        abs(mean - 0.5) < 5 * math.sqrt(1 / 12 / x.numel()) and abs(var - 1 / 12) < 1e-3 and ks < 1.95
+    )  # ks: the 0.1 % level
     assert float(x.min()) >= 0 and float(x.max()) < 1
     y = fzr.uniform(fzr.key(1), (500, 400), minval=-3, maxval=5)
     torch.testing.assert_close(y, x * 8 - 3)
@@ -92,7 +97,9 @@ def test_normal_is_finite_at_the_ends_of_its_words():
     out = torch.empty(5)
     fzr._finish_("normal", ends.clone(), torch.zeros_like(ends), torch.empty_like(ends), out)
     assert bool(out.isfinite().all())
-    assert out[0] == pytest.approx(math.sqrt(62 * math.log(2)), rel=1e-6) and out[2] == 0  # the least and the greatest radius word
+    assert (
+        out[0] == pytest.approx(math.sqrt(62 * math.log(2)), rel=1e-6) and out[2] == 0
+    )  # the least and the greatest radius word
 
 
 def test_bernoulli():
@@ -135,14 +142,28 @@ def test_a_shard_of_a_replicated_draw_is_also_a_part():
     """The same program on every rank draws its shard if the rank's index comes in as the key's part."""
     whole = fzr.bits(fzr.key(4), (4, 6))
     for rank in range(3):
-        assert torch.equal(fzr.DRAW(fzr.with_part(fzr.key(4), rank), [8], 8, 0, "bits"), whole.reshape(-1)[8 * rank : 8 * rank + 8])
+        assert torch.equal(
+            fzr.DRAW(fzr.with_part(fzr.key(4), rank), [8], 8, 0, "bits"), whole.reshape(-1)[8 * rank : 8 * rank + 8]
+        )
 
 
 def test_keys_are_independent():
-    keys = [tuple(k.tolist()) for k in (fzr.key(0), *fzr.split(fzr.key(0), 100), *(fzr.fold_in(fzr.key(0), i) for i in (0, 1, 2, 1 << 32, (1 << 62) - 1)))]
+    keys = [
+        tuple(k.tolist())
+        for k in (
+            fzr.key(0),
+            *fzr.split(fzr.key(0), 100),
+            *(fzr.fold_in(fzr.key(0), i) for i in (0, 1, 2, 1 << 32, (1 << 62) - 1)),
+        )
+    ]
     assert len(set(keys)) == len(keys)
     assert keys[1:3] == [tuple(k.tolist()) for k in fzr.split(fzr.key(0))]  # the i-th does not depend on how many
-    draws = torch.stack([fzr.normal(k, (20_000,)) for k in (fzr.key(0), *fzr.split(fzr.key(0), 3), fzr.fold_in(fzr.key(0), 0), fzr.key(1))])
+    draws = torch.stack(
+        [
+            fzr.normal(k, (20_000,))
+            for k in (fzr.key(0), *fzr.split(fzr.key(0), 3), fzr.fold_in(fzr.key(0), 0), fzr.key(1))
+        ]
+    )
     assert float((torch.corrcoef(draws) - torch.eye(6)).abs().max()) < 0.03
     assert not set(fzr.bits(fzr.key(0), (4096,)).tolist()) & {word for key in keys[1:] for word in key[:2]}
 

@@ -1,4 +1,5 @@
-"""What cannot be traced is refused in this library's words, in a block and outside one: the function's own line, the operands, a fix."""
+"""What cannot be traced is refused in this library's words, in a block and outside one: the function's own line, the
+operands, a fix."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TRAINED = {"trainable": lambda path, leaf: "rows" in path or "w" in path}
 
 
 def refused(fn: Callable[[Any, Any], torch.Tensor], *words: str, operands: tuple[str, ...] = ()) -> None:
-    """Lowering `fn`, as a block and outside one, says all of this; `operands` are named as the block names them, and as the step does."""
+    """Lowering `fn`, as a block and outside one, says all of this; `operands` are named as the block names them, and as
+    the step does."""
     for name, f in (("train_step", fn), (f"block {fn.__name__.strip('<>')}", fz.block(fn))):
         step = fz.train_step(lambda p, x, f=f: f(p, x).square().mean(), optim.sgd(0.1), **TRAINED)
         with pytest.raises(TraceError) as caught:
@@ -161,16 +163,31 @@ def test_refused_by_name(fn):
 # --- mistakes ---
 
 MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
-    "a product of shapes": (lambda p, x: x @ p["w"][:, :3].T, ("torch.Tensor.matmul", "batch: float32[8, 4]", "params['w']: float32[3, 4]", "x @ p[")),
-    "a view": (lambda p, x: F.linear(x[:, :2], p["w"].t()), ("linear", "batch: float32[8, 2]", "params['w']: float32[4, 4]", "F.linear(x[")),
-    "a product of dtypes": (lambda p, x: x.double() @ p["w"], ("one dtype", "batch: float64[8, 4]", "params['w']: float32[4, 4]")),
+    "a product of shapes": (
+        lambda p, x: x @ p["w"][:, :3].T,
+        ("torch.Tensor.matmul", "batch: float32[8, 4]", "params['w']: float32[3, 4]", "x @ p["),
+    ),
+    "a view": (
+        lambda p, x: F.linear(x[:, :2], p["w"].t()),
+        ("linear", "batch: float32[8, 2]", "params['w']: float32[4, 4]", "F.linear(x["),
+    ),
+    "a product of dtypes": (
+        lambda p, x: x.double() @ p["w"],
+        ("one dtype", "batch: float64[8, 4]", "params['w']: float32[4, 4]"),
+    ),
     "broadcasting": (lambda p, x: x @ p["w"] + p["rows"], ("float32[8, 4]", "params['rows']: float32[10, 4]")),
     "an index": (lambda p, x: (x @ p["w"])[:, 7], ("out of bounds", "float32[8, 4]", "[:, 7]")),
     "a dim": (lambda p, x: (x @ p["w"]).sum(5), ("Dimension out of range", "float32[8, 4]", ".sum(5)")),
     "a size": (lambda p, x: (x @ p["w"]).reshape(3, 5), ("[3, 5]", "float32[8, 4]", ".reshape(3, 5)")),
     "an argument": (lambda p, x: torch.matmul(p["w"], "x"), ("matmul()", "not str", "torch.matmul(p[")),
-    "an equation": (lambda p, x: torch.einsum("ab,bcd->ad", x, p["w"]), ("einsum", "batch: float32[8, 4]", "params['w']: float32[4, 4]")),
-    "a derivative": (lambda p, x: torch.autograd.grad(x @ p["w"], p["w"])[0], ("torch.autograd.grad", "scalar outputs", "torch.autograd.grad(x")),
+    "an equation": (
+        lambda p, x: torch.einsum("ab,bcd->ad", x, p["w"]),
+        ("einsum", "batch: float32[8, 4]", "params['w']: float32[4, 4]"),
+    ),
+    "a derivative": (
+        lambda p, x: torch.autograd.grad(x @ p["w"], p["w"])[0],
+        ("torch.autograd.grad", "scalar outputs", "torch.autograd.grad(x"),
+    ),
 }
 
 
@@ -243,7 +260,9 @@ def test_a_hidden_write_is_written_down(op):
             assert list(recorder.written) == ["mean", "var"]
             writes = [n.args[0].name for n in recorder.graph.nodes if n.target is aten.copy_.default]
             assert writes == ["mean", "var"] and all(n.target is not op for n in recorder.graph.nodes)
-            assert [tuple(r.shape) for r in results][:3] == [(2, 4, 3, 3), (4,), (4,)] and len(results) == len(op._schema.returns)
+            assert [tuple(r.shape) for r in results][:3] == [(2, 4, 3, 3), (4,), (4,)] and len(results) == len(
+                op._schema.returns
+            )
             recorder.written.clear()
             op(*fakes[:3], None, None, *settings)
             op(*fakes, False, 0.1, 1e-5)

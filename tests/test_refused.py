@@ -41,7 +41,9 @@ def test_a_count_with_a_gradient():
     step = fz.train_step(gated(detach=True), optim.sgd(0.1))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     (want, said), (got, heard) = step(step.init(params), X), train(train.init(params), X)
-    assert torch.allclose(said["grad_norm"], heard["grad_norm"]) and all(torch.allclose(want.params[n], got.params[n]) for n in params)
+    assert torch.allclose(said["grad_norm"], heard["grad_norm"]) and all(
+        torch.allclose(want.params[n], got.params[n]) for n in params
+    )
 
 
 def test_complex_leaves_that_would_be_trained():
@@ -50,37 +52,66 @@ def test_complex_leaves_that_would_be_trained():
     step = fz.train_step(loss, optim.sgd(0.1))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     for act in (lambda: step.init(params), lambda: train.init(params), lambda: fz.lower(step, MESH, params, X)):
-        raises(FzeroTypeError, act, "complex leaves are not trained", "params['w']: complex64[4, 3]", "view_as_real", "not leaf.is_complex()")
+        raises(
+            FzeroTypeError,
+            act,
+            "complex leaves are not trained",
+            "params['w']: complex64[4, 3]",
+            "view_as_real",
+            "not leaf.is_complex()",
+        )
 
     frozen = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: not leaf.is_complex())
     real = fz.train_step(lambda p, x: loss({**p, "w": torch.view_as_complex(p["w"])}, x), optim.sgd(0.1))
     for step, given in ((frozen, params), (real, {**params, "w": torch.view_as_real(params["w"]).clone()})):
         train = fz.compile(step, fz.make_mesh(), backend="eager")
         want, got = step(step.init(given), X)[0].params, train(train.init(given), X)[0].params
-        assert all(torch.allclose(want[n], got[n], atol=1e-6) for n in given) and torch.equal(want["w"], given["w"]) == (step is frozen)
+        assert all(torch.allclose(want[n], got[n], atol=1e-6) for n in given) and torch.equal(
+            want["w"], given["w"]
+        ) == (step is frozen)
 
 
 def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
     w = torch.ones(4, 4)
     params, loss = {"a": w, "b": w, "c": torch.ones(4, 4)}, lambda p, x: (x @ p["a"] @ p["b"] @ p["c"]).mean()
-    torn = ("params['a'] and params['b'] are one tensor: `trainable` accepts params['b'], not params['a']", "Fix: accept all")
+    torn = (
+        "params['a'] and params['b'] are one tensor: `trainable` accepts params['b'], not params['a']",
+        "Fix: accept all",
+    )
     step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['a']")
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     for act in (lambda: step.init(params), lambda: train.init(params), lambda: fz.lower(step, MESH, params, X)):
         raises(FzeroValueError, act, *torn)
     only_b = lambda path, leaf: path == "params['b']"  # noqa: E731
-    for transform in (fz.shard_params(where=only_b), fz.shard_opt_state(where=only_b), fz.offload("cpu", "params", where=only_b)):
+    for transform in (
+        fz.shard_params(where=only_b),
+        fz.shard_opt_state(where=only_b),
+        fz.offload("cpu", "params", where=only_b),
+    ):
         step = fz.data_parallel(transform(fz.train_step(loss, optim.sgd(0.1))))
-        raises(TransformError, lambda step=step: fz.lower(step, fz.AbstractMesh(data=2), params, X), torn[0].replace("trainable", "where"))
+        raises(
+            TransformError,
+            lambda step=step: fz.lower(step, fz.AbstractMesh(data=2), params, X),
+            torn[0].replace("trainable", "where"),
+        )
     both = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['c']")
     state, _ = both(both.init(params), X)
     assert not torch.equal(state.params["a"], w) and torch.equal(state.params["c"], params["c"])
 
 
 def test_what_is_no_optimizer_state_or_budget():
-    raises(FzeroTypeError, lambda: optim.chain(optim.adamw(1e-3), 3, "sgd"), "argument 1: int", "argument 2: str", "clip_by_global_norm")
+    raises(
+        FzeroTypeError,
+        lambda: optim.chain(optim.adamw(1e-3), 3, "sgd"),
+        "argument 1: int",
+        "argument 2: str",
+        "clip_by_global_norm",
+    )
     step = fz.train_step(plain, optim.sgd(0.1))
-    for act in (lambda: fz.compile(step, fz.make_mesh(), memory_budget="0GB"), lambda: fz.lower(step, MESH, PARAMS, X, memory_budget=0)):
+    for act in (
+        lambda: fz.compile(step, fz.make_mesh(), memory_budget="0GB"),
+        lambda: fz.lower(step, MESH, PARAMS, X, memory_budget=0),
+    ):
         raises(FzeroValueError, act, "memory_budget=", "nothing runs in no memory")
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     for make, run in ((step.init, step), (train.init, train)):
@@ -102,8 +133,17 @@ def test_a_transform_that_does_nothing_to_an_evaluation():
         (lambda: fz.offload(evaluate, "cpu", "opt_state"), "no optimizer state"),
         (lambda: fz.offload(evaluate, "cpu", ("opt_state", "activations")), "no optimizer state"),
     ):
-        raises(TransformError, act, "does nothing to an evaluation", said, "fz.compose(*train.step.transforms)(fz.eval_step(fn))")
-    assert fz.offload(evaluate, "cpu", "params").transforms and fz.offload(fz.mixed_precision(evaluate), "cpu", "opt_state").transforms
+        raises(
+            TransformError,
+            act,
+            "does nothing to an evaluation",
+            said,
+            "fz.compose(*train.step.transforms)(fz.eval_step(fn))",
+        )
+    assert (
+        fz.offload(evaluate, "cpu", "params").transforms
+        and fz.offload(fz.mixed_precision(evaluate), "cpu", "opt_state").transforms
+    )
     taken = fz.compose(fz.accumulate(2), fz.offload("cpu", "opt_state"))(evaluate)
     params, x = {"w": torch.ones(4)}, torch.ones(3, 4)
     assert torch.equal(fz.compile(taken, fz.make_mesh(), backend="eager")(params, x), plain(params, x))
@@ -121,9 +161,18 @@ WIDE = {"w": torch.arange(16.0).view(4, 4) / 100}
 def test_a_batch_whose_leaves_have_different_numbers_of_rows(vertical):
     step, mesh = fz.train_step(columns, optim.sgd(0.1)), fz.make_mesh()
     lost = fz.accumulate(step, 2, vertical=vertical)
-    raises(FzeroValueError, lambda: fz.lower(lost, MESH, WIDE, BATCH), "batch['columns'] [2]: other leaves have 8 rows", "whole=lambda path, leaf:")
+    raises(
+        FzeroValueError,
+        lambda: fz.lower(lost, MESH, WIDE, BATCH),
+        "batch['columns'] [2]: other leaves have 8 rows",
+        "whole=lambda path, leaf:",
+    )
     wrong = fz.accumulate(step, 3, vertical=vertical, whole=lambda path, leaf: "columns" in path)
-    raises(FzeroValueError, lambda: fz.lower(wrong, MESH, WIDE, BATCH), "batch['x'] [8, 4]: dim 0 of 8 is not a multiple of 3")
+    raises(
+        FzeroValueError,
+        lambda: fz.lower(wrong, MESH, WIDE, BATCH),
+        "batch['x'] [8, 4]: dim 0 of 8 is not a multiple of 3",
+    )
     raises(FzeroTypeError, lambda: fz.accumulate(2, whole=["columns"]), "a predicate is a function of (path, leaf)")
 
     right = fz.accumulate(step, 2, vertical=vertical, whole=lambda path, leaf: "columns" in path)
@@ -178,26 +227,56 @@ def test_what_the_loss_raises_itself_passes_whatever_it_says():
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), MESH, PARAMS, X)
 
 
-TYPOS = [lambda p, x: "ww" in p, lambda p, x: p == "params['x']", lambda p, x: p.endswith("kernel"), lambda p, x: p in {"a", "b"}]
+TYPOS = [
+    lambda p, x: "ww" in p,
+    lambda p, x: p == "params['x']",
+    lambda p, x: p.endswith("kernel"),
+    lambda p, x: p in {"a", "b"},
+]
 MEANT = [lambda p, x: x.numel() > 1000, lambda p, x: False, lambda p, x: "w" in p]
 
 
 def test_a_predicate_of_paths_that_accepts_none():
     step, mesh = fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh()
-    of_where = [fz.shard_params, lambda where: fz.mixed_precision("bf16", where=where), lambda where: fz.offload("cpu", "params", where=where)]
+    of_where = [
+        fz.shard_params,
+        lambda where: fz.mixed_precision("bf16", where=where),
+        lambda where: fz.offload("cpu", "params", where=where),
+    ]
     for i, transform in enumerate(of_where):
         for where in TYPOS:
-            act = lambda transform=transform, where=where: fz.compile(transform(where=where)(step), mesh, backend="eager").init(PARAMS)  # noqa: E731
-            raises(TransformError, act, "does nothing", "`where` accepts none of 1 leaves; the nearest:\n  params['w']", "leave `where` out")
+            act = lambda transform=transform, where=where: fz.compile(
+                transform(where=where)(step), mesh, backend="eager"
+            ).init(PARAMS)  # noqa: E731
+            raises(
+                TransformError,
+                act,
+                "does nothing",
+                "`where` accepts none of 1 leaves; the nearest:\n  params['w']",
+                "leave `where` out",
+            )
         assert i or all(fz.compile(transform(where=where)(step), mesh, backend="eager").init(PARAMS) for where in MEANT)
     running = fz.train_step(lambda p, x: (plain(p, x), {}), optim.sgd(0.1), mutable=lambda path, leaf: "runing" in path)
     params = {"w": PARAMS["w"], **{name: torch.ones(1) for name in ("a", "b", "c", "d", "e", "running_mean")}}
-    raises(FzeroValueError, lambda: running(running.init(params), X), "no leaf is mutable", "none of 7 leaves; the nearest:\n  params['running_mean']")
+    raises(
+        FzeroValueError,
+        lambda: running(running.init(params), X),
+        "no leaf is mutable",
+        "none of 7 leaves; the nearest:\n  params['running_mean']",
+    )
     cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
-    raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, X), "all leaves of the batch are cut", "none of 1 leaves")
+    raises(
+        FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, X), "all leaves of the batch are cut", "none of 1 leaves"
+    )
 
 
-OWN, NUMPY, COUNT, VALUES, MADE = random.Random(0), np.random.default_rng(0), itertools.count(), iter([1.0] * 100), (float(i) for i in range(100))
+OWN, NUMPY, COUNT, VALUES, MADE = (
+    random.Random(0),
+    np.random.default_rng(0),
+    itertools.count(),
+    iter([1.0] * 100),
+    (float(i) for i in range(100)),
+)
 WRITTEN = io.StringIO()
 SEEN, LEFT, ARRAY, FLAG = [], [*range(100)], np.zeros(1), {"first": True}
 
@@ -226,8 +305,18 @@ DRAWS = {
 @pytest.mark.parametrize("says", DRAWS)
 def test_a_loss_that_draws_or_counts_in_python(says):
     draw = DRAWS[says]
-    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
-    raises(FzeroValueError, lambda: train(train.init(PARAMS), X), "counts, draws or uses something up each time it is called", says, "fz.random")
+    train = fz.compile(
+        fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
+    raises(
+        FzeroValueError,
+        lambda: train(train.init(PARAMS), X),
+        "counts, draws or uses something up each time it is called",
+        says,
+        "fz.random",
+    )
 
 
 def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
@@ -241,7 +330,12 @@ def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
     thread.start()
     train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
     try:
-        says = ("random (Python's generator): drawn from", "by a thread that runs beside", "loader", "random.Random(seed)")
+        says = (
+            "random (Python's generator): drawn from",
+            "by a thread that runs beside",
+            "loader",
+            "random.Random(seed)",
+        )
         raises(FzeroValueError, lambda: train(train.init(PARAMS), X), *says)
     finally:
         stop.set()
@@ -296,14 +390,23 @@ def test_a_tensor_that_the_loss_keeps():
         return (x @ p["w"]).square().mean() * kept["scale"]
 
     train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
-    raises(TraceError, lambda: train(train.init(PARAMS), X), "reads a tensor that is not one of its arguments", "(a cache), compute it in each")
+    raises(
+        TraceError,
+        lambda: train(train.init(PARAMS), X),
+        "reads a tensor that is not one of its arguments",
+        "(a cache), compute it in each",
+    )
 
 
 def test_keys_that_cannot_be_written_down():
     class Kind(enum.Enum):
         A = 1
 
-    train = fz.compile(fz.train_step(lambda p, x: (x @ p[Kind.A]).square().mean(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.train_step(lambda p, x: (x @ p[Kind.A]).square().mean(), optim.sgd(0.1)),
+        fz.make_mesh(data=1),
+        backend="eager",
+    )
     raises(FzeroTypeError, lambda: train.init({Kind.A: torch.ones(4)}), "a key that is neither a text nor a number")
 
 

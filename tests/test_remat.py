@@ -47,7 +47,13 @@ def saved_bytes(program: Program) -> int:
 
 
 def flops(program: Program) -> int:
-    return sum(flops_of(n) for line, _ in program.walk() if line.op == "call" for n in program.functions[line.fn].graph.graph.nodes if n.op == "call_function")
+    return sum(
+        flops_of(n)
+        for line, _ in program.walk()
+        if line.op == "call"
+        for n in program.functions[line.fn].graph.graph.nodes
+        if n.op == "call_function"
+    )
 
 
 def gated(p, x):
@@ -98,7 +104,8 @@ def test_the_ends_are_none_and_full(name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_set_of_nodes_beats_a_corner(name):
-    """Against every subset of what could be kept: none has as few bytes and fewer FLOPs than a corner, or as few FLOPs and fewer bytes."""
+    """Against every subset of what could be kept: none has as few bytes and fewer FLOPs than a corner, or as few FLOPs
+    and fewer bytes."""
     for choices in choices_of(PROGRAMS[name]()):
         nodes = sorted(choices.nbytes if len(choices.nbytes) < 12 else choices.none.nodes, key=lambda n: n.name)
         every = [choices.keep(s) for r in range(len(nodes) + 1) for s in itertools.combinations(nodes, r)]
@@ -120,7 +127,9 @@ def test_what_is_kept_is_storage_of_the_blocks_own():
     for block in choices_of(gated_base()):
         kept = {str(n.target) for n in block.none.nodes}
         assert block.none.nodes and all(n.op == "call_function" for n in block.none.nodes)
-        assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), kept
+        assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), (
+            kept
+        )
     program = rewrite(gated_base(), "none")
     shapes = [v.shape for line in program.lines for v in line.out if v.name.startswith("saved_")]
     assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
@@ -139,12 +148,16 @@ def test_an_output_that_the_next_block_reads_is_not_kept_twice():
             x = cell(p, x)
         return x.mean()
 
-    program = fz.lower(fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x).program
+    program = fz.lower(
+        fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x
+    ).program
     assert saved_bytes(program) == 0
     (second,) = [line for line in program.lines if line.attrs.get("call") == 1 and line.attrs["backward"]]
     (first,) = [line for line in program.lines if line.attrs.get("call") == 1 and not line.attrs["backward"]]
     assert first.out[0].name in second.args
-    assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}  # it is not recomputed either
+    assert "aten.tanh.default" not in {
+        str(n.target) for n in program.functions[second.fn].graph.graph.nodes
+    }  # it is not recomputed either
 
 
 # numerics
@@ -193,10 +206,17 @@ def plain_head(p, x, targets):
     return torch.nn.functional.cross_entropy((x @ p["out"].T).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this release of torch has no chunked linear_cross_entropy")
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"),
+    reason="this release of torch has no chunked linear_cross_entropy",
+)
 def test_a_chunked_loss_in_the_last_block_holds_no_logits():
-    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the logits' size."""
-    params = {"token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin()}
+    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the
+    logits' size."""
+    params = {
+        "token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)),
+        "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin(),
+    }
     batch = {k: v[:, :4] % 50 for k, v in batches(1, size=16)[0].items()}
     largest, found = {}, {}
     for name, head in (("plain", fz.block(plain_head)), ("chunked", fz.block(chunked_head))):
@@ -232,7 +252,11 @@ def test_auto_without_a_budget_is_min_cut():
 def test_a_number_that_is_no_fraction(wrong):
     with pytest.raises(FzeroValueError) as raised:
         fz.remat(wrong)
-    assert str(wrong) in str(raised.value) and "0.0 to 1.0" in str(raised.value) and "Fix: e.g. remat(0.5)" in str(raised.value)
+    assert (
+        str(wrong) in str(raised.value)
+        and "0.0 to 1.0" in str(raised.value)
+        and "Fix: e.g. remat(0.5)" in str(raised.value)
+    )
 
 
 @pytest.mark.parametrize("wrong", ["half", True, False, None, [0.5]])

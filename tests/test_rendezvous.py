@@ -34,17 +34,24 @@ def stale(store: dist.Store, world: int) -> None:
 
 
 def joins_over_what_was_left() -> tuple[str, float]:
-    """Rank 0 leaves the traces before any rank joins; rank 1 comes late, so that rank 0 first meets its predecessor's number."""
+    """Rank 0 leaves the traces before any rank joins; rank 1 comes late, so that rank 0 first meets its predecessor's
+    number."""
     here = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if os.environ["RANK"] == "0":
         stale(here, 2)
         here.set("left", "")
     else:
         here.wait(["left", "fzero/numbers/oldest"])
-        while here.get("fzero/generation") == b"oldest":  # until rank 0 has published a generation for the number of a process that is gone
+        while (
+            here.get("fzero/generation") == b"oldest"
+        ):  # until rank 0 has published a generation for the number of a process that is gone
             time.sleep(0.01)
     mesh = fz.make_mesh(data=2, timeout=30)
-    train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
+    train = fz.compile(
+        fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))),
+        mesh,
+        backend="eager",
+    )
     _, metrics = train(train.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
     return type(transport(mesh)).__name__, float(metrics["loss"])
 
@@ -55,7 +62,11 @@ def test_what_an_earlier_start_left_in_the_store_is_not_read(run_ranks: Any) -> 
 
 def meets_alone(monkeypatch: pytest.MonkeyPatch, rank: int, prepare: Any) -> str:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
         monkeypatch.setenv(name, value)
     prepare(server)
     with pytest.raises(DivergenceError) as caught:
@@ -74,9 +85,13 @@ def meets_alone(monkeypatch: pytest.MonkeyPatch, rank: int, prepare: Any) -> str
     ],
     ids=["nobody, rank 0", "nobody, rank 1", "one", "an earlier start, rank 0", "an earlier start, rank 2"],
 )
-def test_who_did_not_come_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any, rank: int, prepare: Any, missing: set[int]) -> None:
+def test_who_did_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, rank: int, prepare: Any, missing: set[int]
+) -> None:
     text = meets_alone(monkeypatch, rank, prepare)
-    assert {r for r in range(3) if f"rank {r} did not come in 0.3 s" in text} == missing and text.splitlines()[-1].startswith("Fix: ")
+    assert {r for r in range(3) if f"rank {r} did not come in 0.3 s" in text} == missing and text.splitlines()[
+        -1
+    ].startswith("Fix: ")
     assert "warn" not in capfd.readouterr().err.lower(), "c10d has nothing to say of it"
 
 
@@ -118,7 +133,9 @@ def after_closing() -> list[str]:
 
 def test_a_closed_mesh_says_so(run_ranks: Any) -> None:
     for said in run_ranks(2, after_closing):
-        assert all("the mesh data=2 is closed" in text and "Fix: close_mesh() comes last" in text for text in said), said
+        assert all("the mesh data=2 is closed" in text and "Fix: close_mesh() comes last" in text for text in said), (
+            said
+        )
 
 
 def with_a_group_of_the_users() -> tuple[float, bool]:
@@ -130,7 +147,11 @@ def with_a_group_of_the_users() -> tuple[float, bool]:
         inner.add(f"fzero/{name}/{rank}", 1 + rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = fz.make_mesh(data=2, timeout=20)
-    train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
+    train = fz.compile(
+        fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))),
+        mesh,
+        backend="eager",
+    )
     _, metrics = train(train.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
     return float(metrics["loss"]), isinstance(transport(mesh), shared.SharedMemory)
 
@@ -177,7 +198,11 @@ def meets_strangers(what: str) -> tuple[str, list[bool], float]:
         found = transport(mesh)
     finally:
         socket.socket.listen = listen  # type: ignore[method-assign]
-    train = fz.compile(fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))), mesh, backend="eager")
+    train = fz.compile(
+        fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))),
+        mesh,
+        backend="eager",
+    )
     _, metrics = train(train.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
     ended = []
     for stranger in held:
@@ -193,7 +218,9 @@ def meets_strangers(what: str) -> tuple[str, list[bool], float]:
 def test_strangers_neither_join_nor_stop_the_ranks(run_ranks: Any, what: str) -> None:
     for rank, (kind, ended, loss) in enumerate(run_ranks(3, meets_strangers, what, timeout=60)):
         assert (kind, loss) == ("SharedMemory", 4.0)
-        assert ended == ([True] * len(SAYS[what]) if rank == 0 else []), "every one of them is hung up on, and gets no word"
+        assert ended == ([True] * len(SAYS[what]) if rank == 0 else []), (
+            "every one of them is hung up on, and gets no word"
+        )
 
 
 def calls(server: socket.socket, secret: bytes, ranks: list[int], timeout: float) -> list[int]:
@@ -207,7 +234,9 @@ def test_only_this_users_processes_with_the_secret_are_let_in(monkeypatch: pytes
         closing.callback(lambda: [stranger.close() for stranger in held])
         server.bind("")
         server.listen(16)
-        call_in(server.getsockname(), [right, secret + (7).to_bytes(4, "little"), right], held)  # one that is not expected, one that came twice
+        call_in(
+            server.getsockname(), [right, secret + (7).to_bytes(4, "little"), right], held
+        )  # one that is not expected, one that came twice
         call_in(server.getsockname(), [later[:10]], held)
         threading.Timer(0.2, lambda: held[-1].sendall(later[10:])).start()  # in two pieces
         assert calls(server, secret, [1, 2], 10.0) == [1, 2]

@@ -1,4 +1,5 @@
-"""What all ranks must hold alike is compared: what `init` is given, what a first step gets, what a checkpoint stores. A difference names leaf and ranks."""
+"""What all ranks must hold alike is compared: what `init` is given, what a first step gets, what a checkpoint stores. A
+difference names leaf and ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def _begins(kind: str) -> None:
     elif kind == "shape":
         train.init({**_params(), **({"c": torch.ones(1)} if rank else {})})
     elif kind == "dtype":
-        train.init({**_params(), **({"b": torch.zeros(6, dtype=torch.float64), "w": torch.zeros(5, 6)} if rank else {})})
+        train.init(
+            {**_params(), **({"b": torch.zeros(6, dtype=torch.float64), "w": torch.zeros(5, 6)} if rank else {})}
+        )
     elif kind == "not tensors":
         train.init({**_params(), "b": "zero"} if rank else _params())
 
@@ -54,14 +57,22 @@ def _begins(kind: str) -> None:
         ("key", ["key: not the same on rank 1 as on rank 0"]),
         ("function", ["the init function: not the same on rank 1 as on rank 0"]),
         ("shape", ["params['c']: float32[1] on rank 1, no such leaf on rank 0"]),
-        ("dtype", ["params['w']: float32[5, 6] on rank 1, float32[6, 6] on rank 0", "params['b']: float64[6] on rank 1, float32[6] on rank 0"]),
+        (
+            "dtype",
+            [
+                "params['w']: float32[5, 6] on rank 1, float32[6, 6] on rank 0",
+                "params['b']: float64[6] on rank 1, float32[6] on rank 0",
+            ],
+        ),
         ("not tensors", ["params['b']"]),
     ],
 )
 def test_ranks_that_begin_differently_do_not_begin(run_ranks: Any, kind: str, words: list[str]) -> None:
     for rank, r in enumerate(run_ranks(2, _begins, kind, expect_error=True, timeout=60)):
         assert r.type == ("FzeroTypeError" if kind == "not tensors" and rank else "DivergenceError"), r
-        assert r.message.startswith(("fzero.init: ", "fzero.step: ", "fzero.train_step: ")) and "\nFix: " in r.message, r
+        assert (
+            r.message.startswith(("fzero.init: ", "fzero.step: ", "fzero.train_step: ")) and "\nFix: " in r.message
+        ), r
         assert all(word in r.message for word in words), r
         assert "params['b']" not in r.message or kind in ("not tensors", "dtype"), r.message
 
@@ -101,11 +112,15 @@ def test_replicas_that_drift_apart_are_named(run_ranks: Any, tmp_path: Path, kin
         assert [type_ for type_, _ in said] == ["DivergenceError", "CheckpointError"][: len(said)]
         for _, text in said:
             (line,) = [x.strip() for x in text.splitlines() if x.startswith("  ")]
-            assert line.removesuffix("on rank 1").startswith(("params['w']: not the same on rank 3 as ", "params.w: not the same on rank 3 as ")), text
+            assert line.removesuffix("on rank 1").startswith(
+                ("params['w']: not the same on rank 3 as ", "params.w: not the same on rank 3 as ")
+            ), text
             assert "\nFix: " in text
         if kind == "later":
             assert len(said) == 2 and steps == 2
-            assert ranks[0][1] == ["latest", "step-00000001"], "the checkpoint of before is the latest, and nothing else is left"
+            assert ranks[0][1] == ["latest", "step-00000001"], (
+                "the checkpoint of before is the latest, and nothing else is left"
+            )
 
 
 def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
@@ -121,7 +136,11 @@ def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 40_000), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool]), st.data())
+@given(
+    st.integers(0, 40_000),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool]),
+    st.data(),
+)
 def test_one_bit_makes_another_digest(numel: int, dtype: torch.dtype, data: st.DataObject) -> None:
     x = torch.zeros(numel + 1, dtype=dtype)[1:] if data.draw(st.booleans()) else torch.zeros(numel, dtype=dtype)
     first = digest(x)
@@ -135,7 +154,9 @@ def test_one_bit_makes_another_digest(numel: int, dtype: torch.dtype, data: st.D
 def test_rows_that_change_places_make_another_digest() -> None:
     for width in (16, 256, 1024, 4096):
         x = torch.arange(64.0 * width).view(64, width)
-        assert digest(x.roll(1, 0)) != digest(x) and digest(x.view(width, 64).T.contiguous().view(64, width)) != digest(x)
+        assert digest(x.roll(1, 0)) != digest(x) and digest(x.view(width, 64).T.contiguous().view(64, width)) != digest(
+            x
+        )
 
 
 SIGNED = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 4, torch.float8_e4m3fn: 8}
@@ -145,7 +166,8 @@ SIGNED = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 4, torch.float8_e4
 @settings(max_examples=40)
 @given(st.sampled_from([*SIGNED]), st.integers(2, 67), st.integers(0, 3), st.data())
 def test_signs_and_places_make_another_digest(dtype: torch.dtype, rows: int, odd: int, data: st.DataObject) -> None:
-    """Patterns that sums of words lose: each second number negated, all of them, two rows of the digest, two numbers a row apart in each other's place."""
+    """Patterns that sums of words lose: each second number negated, all of them, two rows of the digest, two numbers a
+    row apart in each other's place."""
     row = 4093 * SIGNED[dtype]
     x = (torch.rand(rows * row + odd, generator=torch.Generator().manual_seed(rows)) + 0.5).to(dtype)
     bits = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()])
@@ -189,7 +211,13 @@ def test_a_digest_takes_little_memory_whatever_the_strides() -> None:
     x = torch.randn(2, 32, 180, 181)
     expected = digest(x)
     shifted = torch.cat([torch.zeros(1), x.view(-1)])[1:].view(x.shape)
-    for same in (x, shifted, x.contiguous(memory_format=torch.channels_last), x.transpose(1, 3).contiguous().transpose(1, 3), x.expand(1, *x.shape)[0]):
+    for same in (
+        x,
+        shifted,
+        x.contiguous(memory_format=torch.channels_last),
+        x.transpose(1, 3).contiguous().transpose(1, 3),
+        x.expand(1, *x.shape)[0],
+    ):
         with Largest() as largest:
             assert digest(same) == expected
         assert 0 < largest.nbytes < x.nbytes / 3, "2 MB of 8"

@@ -1,4 +1,5 @@
-"""Shards over one axis, replicas of them over another: with `accumulate` the slow axis carries each gradient once a step."""
+"""Shards over one axis, replicas of them over another: with `accumulate` the slow axis carries each gradient once a
+step."""
 
 from __future__ import annotations
 
@@ -50,21 +51,29 @@ def test_replicas_reduce_once_a_step(sharded):
     """Each gradient's shard and the loss, however many micro-batches there are; not in the loop."""
     meta = fz.tree.map(lambda x: x.to("meta"), params())
     for num_micro in (1, 2, 4):
-        lowered = fz.lower(step(sharded, num_micro, clipped()), fz.AbstractMesh(**AXES), meta, torch.empty(8, 4, device="meta"))
+        lowered = fz.lower(
+            step(sharded, num_micro, clipped()), fz.AbstractMesh(**AXES), meta, torch.empty(8, 4, device="meta")
+        )
         program, moved, lines = lowered.program, Counter[str](), Counter[str]()
         for line, times in program.walk():
             if line.op.endswith("_start"):
                 lines[line.attrs["axes"][0]] += times
                 moved[line.attrs["axes"][0]] += times * transfer_bytes(line, program.values_by_name, program.mesh)
-        assert (lines["replica"], moved["replica"]) == (3, 4 + 2 * 64 * 4 // 2), "two blocks' shards, the loss, each sent once by either of two ranks"
+        assert (lines["replica"], moved["replica"]) == (3, 4 + 2 * 64 * 4 // 2), (
+            "two blocks' shards, the loss, each sent once by either of two ranks"
+        )
         in_loop = (x for line in program.lines if line.op == "loop" for x in line.body)
         assert not any("replica" in x.attrs.get("axes", ()) for x in in_loop if x.op.endswith("_start"))
 
 
 def wrong(cases: list[tuple[str, int]]) -> list[Any]:
-    """On every rank: the cases that are not what one process does with the whole batch. Sums of whole numbers to the bit, training to 1e-6."""
+    """On every rank: the cases that are not what one process does with the whole batch. Sums of whole numbers to the
+    bit, training to 1e-6."""
     mesh, out = fz.make_mesh(**AXES), []
-    for optimizer, tolerance, batches in ((optim.sgd(0.25), 0.0, [whole((16, 4), 100)]), (clipped(), 1e-6, [whole((16, 4), s) for s in range(3)])):
+    for optimizer, tolerance, batches in (
+        (optim.sgd(0.25), 0.0, [whole((16, 4), 100)]),
+        (clipped(), 1e-6, [whole((16, 4), s) for s in range(3)]),
+    ):
         plain = fz.train_step(loss_fn, optimizer)
         want = plain.init(params())
         for batch in batches:

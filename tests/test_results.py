@@ -1,4 +1,5 @@
-"""What a recording remembers of operations: the same results as PyTorch's, new each time, and nothing of what depends on more than metadata."""
+"""What a recording remembers of operations: the same results as PyTorch's, new each time, and nothing of what depends
+on more than metadata."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def metadata(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "promotes by the kind of number": lambda x, n: torch.stack([(n * 2).sum().float(), (n * 2.0).sum(), (n * True).sum().float()]),
+    "promotes by the kind of number": lambda x, n: torch.stack(
+        [(n * 2).sum().float(), (n * 2.0).sum(), (n * True).sum().float()]
+    ),
     "keeps strides": lambda x, n: x.t() * x.t() + 1,
     "expanded": lambda x, n: x[:, :1].expand(4, 6) * 2,
     "reduced": lambda x, n: x.sum(0) + x.sum(1, keepdim=True) + x.amax(),
@@ -73,7 +76,8 @@ def test_results_are_asked_once_and_are_apart():
 
 
 def test_only_metadata_is_remembered():
-    """A view shares memory, a literal has a value, an operator of another library may do anything: each is asked every time."""
+    """A view shares memory, a literal has a value, an operator of another library may do anything: each is asked every
+    time."""
     results = Results()
     with compat.FakeTensorMode() as mode:
         x = torch.empty(4, 4)

@@ -1,4 +1,5 @@
-"""Stochastic rounding: what it draws, that the mean is kept, and that a run without masters is the same on every mesh, tier and backend."""
+"""Stochastic rounding: what it draws, that the mean is kept, and that a run without masters is the same on every mesh,
+tier and backend."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return below, (below.view(torch.int32) + 65536).view(torch.float32)
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50), st.integers(0, 2**32))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50), st.integers(0, 2**32)
+)
 def test_only_the_two_neighbours_occur(values, seed):
     x = torch.tensor(values, dtype=torch.float32)
     rounded = stochastic_round(fz.random.key(seed), x).float()
@@ -49,10 +52,16 @@ def test_the_mean_is_kept():
 
 def test_what_is_not_finite_stays_so_and_wrong_dtypes_are_named():
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
-    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(1 << 23) + 1], dtype=torch.int32).view(torch.float32)  # NaN whose high or low bits alone say so
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(1 << 23) + 1], dtype=torch.int32).view(
+        torch.float32
+    )  # NaN whose high or low bits alone say so
     for seed in range(20):
         rounded = stochastic_round(fz.random.key(seed), special)
-        assert torch.equal(rounded[:2].float(), special[:2]) and rounded[2].isnan() and rounded[3:].view(torch.int16).tolist() == [0, -(1 << 15)]
+        assert (
+            torch.equal(rounded[:2].float(), special[:2])
+            and rounded[2].isnan()
+            and rounded[3:].view(torch.int16).tolist() == [0, -(1 << 15)]
+        )
         assert stochastic_round(fz.random.key(seed), odd).isnan().all()
     largest = stochastic_round(fz.random.key(0), torch.full((1000,), torch.finfo(torch.float32).max))
     assert largest.isinf().any() and set(largest.float().tolist()) <= {torch.finfo(torch.bfloat16).max, float("inf")}
@@ -99,7 +108,15 @@ def run_cases(cases: list[dict[str, Any]], rounding: str = "stochastic") -> list
     return [run_case(mesh, rounding=rounding, **case) for case in cases]
 
 
-def run_case(mesh: fz.Mesh, stage: int, accumulate: int = 1, tier: str = "", remat: str = "", backend: str = "eager", rounding: str = "stochastic") -> Any:
+def run_case(
+    mesh: fz.Mesh,
+    stage: int,
+    accumulate: int = 1,
+    tier: str = "",
+    remat: str = "",
+    backend: str = "eager",
+    rounding: str = "stochastic",
+) -> Any:
     more = [fz.accumulate(accumulate)] if accumulate > 1 else []
     more += [fz.offload(tier, ("opt_state", "params"))] if tier else []
     more += [fz.remat(remat)] if remat else []
@@ -146,12 +163,15 @@ def test_inductor_draws_the_same(compiled_here):
 
 
 def test_small_updates_add_up_where_nearest_loses_them():
-    """Ones with updates of 1/1000 of the distance to a neighbour: a thousand steps move them by one distance in the mean, or not at all."""
+    """Ones with updates of 1/1000 of the distance to a neighbour: a thousand steps move them by one distance in the
+    mean, or not at all."""
     distance, num_steps, size = 2.0**-7, 1000, 4096
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), optim.sgd(distance / num_steps))
 
     def after(rounding: str) -> torch.Tensor:
-        train = fz.compile(fz.mixed_precision(step, "fp32", params="bf16", rounding=rounding), fz.make_mesh(), backend="eager")
+        train = fz.compile(
+            fz.mixed_precision(step, "fp32", params="bf16", rounding=rounding), fz.make_mesh(), backend="eager"
+        )
         state = train.init({"w": torch.ones(size)})
         for _ in range(num_steps // 10):
             state, _ = train(state, torch.full((size,), -10.0))
@@ -177,12 +197,25 @@ def test_rounding_is_said_and_contradictions_are_errors():
 def test_no_draws_are_kept_for_the_whole_model(size):
     """They are part of each block's update, wherever it runs: what is made once for all leaves is few numbers."""
     for tier in ("", "cpu"):
-        step = fz.mixed_precision(fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-3))), "bf16", params="bf16")
+        step = fz.mixed_precision(
+            fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-3))), "bf16", params="bf16"
+        )
         step = fz.compose(fz.shard_params, *([fz.offload(tier, ("opt_state", "params"))] if tier else []))(step)
-        program = fz.lower(step, fz.AbstractMesh(data=size, unified_memory=not tier), init, torch.empty(8, device="meta")).program
-        made = [v for line, _ in program.walk() if line.op == "call" and line.fn.startswith("scalars") for v in line.out]
-        assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, made  # a key; the smallest leaf's draws are 32 bytes and more
-        draws = {name for name, f in program.functions.items() for n in f.graph.graph.nodes if n.target in (fz.random.DRAW, fz.random.DRAW_FROM)}
+        program = fz.lower(
+            step, fz.AbstractMesh(data=size, unified_memory=not tier), init, torch.empty(8, device="meta")
+        ).program
+        made = [
+            v for line, _ in program.walk() if line.op == "call" and line.fn.startswith("scalars") for v in line.out
+        ]
+        assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, (
+            made
+        )  # a key; the smallest leaf's draws are 32 bytes and more
+        draws = {
+            name
+            for name, f in program.functions.items()
+            for n in f.graph.graph.nodes
+            if n.target in (fz.random.DRAW, fz.random.DRAW_FROM)
+        }
         assert {"update", "update_v2"} <= draws
 
 

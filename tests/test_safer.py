@@ -1,4 +1,5 @@
-"""mixed_precision("auto"): what is counted, which blocks move to a safer dtype when a step is built, and who says so."""
+"""mixed_precision("auto"): what is counted, which blocks move to a safer dtype when a step is built, and who says
+so."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def reference(counts: list[list[int]], numbers: dict[str, list[float]]) -> None:
 
 
 def test_counts_are_what_the_reference_says():
-    rng, state, counts = random.Random(0), PrecisionState(torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)), [[0] * 5, [0] * 5]
+    rng, state, counts = (
+        random.Random(0),
+        PrecisionState(torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)),
+        [[0] * 5, [0] * 5],
+    )
 
     def numbers(bad: float) -> list[float]:
         return [rng.choice([float("inf"), float("nan")]) if rng.random() < bad else rng.random() for _ in range(4)]
@@ -88,7 +93,9 @@ SCALE = fz.LossScale(initial=8.0, growth_interval=10_000, minimum=2.0**-40)
 
 def make(*transforms: Any, start: str | None = "fp16", **keywords: Any) -> Any:
     keywords = {**({"loss_scale": SCALE} if start == "fp16" else {}), **keywords}
-    return fz.compose(*transforms)(fz.mixed_precision(fz.train_step(rms_loss, optim.adamw(1e-3)), "auto", start=start, **keywords))
+    return fz.compose(*transforms)(
+        fz.mixed_precision(fz.train_step(rms_loss, optim.adamw(1e-3)), "auto", start=start, **keywords)
+    )
 
 
 def compiled(step: Any, mesh: Any = None) -> Any:
@@ -97,7 +104,11 @@ def compiled(step: Any, mesh: Any = None) -> Any:
 
 def casts(program: Any) -> set[str]:
     """The parameters that a program casts to a half."""
-    return {line.args[0] for line, _ in program.walk() if line.op == "cast" and line.args[0].startswith("params") and line.attrs["dtype"] != torch.float32}
+    return {
+        line.args[0]
+        for line, _ in program.walk()
+        if line.op == "cast" and line.args[0].startswith("params") and line.attrs["dtype"] != torch.float32
+    }
 
 
 ALL = {"params['first']['w']", "params['rms']['w']", "params['last']['w']"}
@@ -151,13 +162,21 @@ def test_a_block_that_overflows_moves_when_its_state_is_restored(run_ranks, num_
     for got in run_ranks(num_ranks, moved_at_a_restore, tmp_path / "run", name):
         assert all(got["said"]) and got["unmoved"] and got["equal"]
         assert got["blocks"] == ("first", "rms", "last", "rms_loss")
-        assert got["scales"] == [8.0 / 2**31, 8.0]  # lowered for nothing, and begun anew with the blocks that it was lowered for
-        assert got["counts"] == [[0, 0, LIMIT], [0, 0, 0]] and got["after"] == [[0, 0, LIMIT + 1], [0, 0, 0]]  # the leaves in their order: first, last, rms
+        assert got["scales"] == [
+            8.0 / 2**31,
+            8.0,
+        ]  # lowered for nothing, and begun anew with the blocks that it was lowered for
+        assert got["counts"] == [[0, 0, LIMIT], [0, 0, 0]] and got["after"] == [
+            [0, 0, LIMIT + 1],
+            [0, 0, 0],
+        ]  # the leaves in their order: first, last, rms
         if name == "offload":  # the copies to compute with are leaves of the state: those of what was moved are gone
             assert got["compute"] == ["['first']['w']", "['last']['w']"]
         else:
             assert got["casts"] == (ALL, ALL - {"params['rms']['w']"}, ALL - {"params['rms']['w']"})
-        assert not got["metrics"]["skipped"] and got["metrics"]["precision"]["output_max"][1] == 3.0 and got["step"] == 2
+        assert (
+            not got["metrics"]["skipped"] and got["metrics"]["precision"]["output_max"][1] == 3.0 and got["step"] == 2
+        )
         ((what, chosen, why),) = got["decisions"]
         assert (what, chosen) == ("mixed_precision: rms", "fp32") and f"overflows: {LIMIT} of {LIMIT}" in why
         assert "compute='fp16', params='fp32', reduce='fp32', auto=True, safer=1 leaves" in got["text"]
@@ -187,7 +206,10 @@ def test_with_masters_off_the_device_a_run_goes_on_as_it_was_laid_out():
     state = train.init(rms_params())
     state.extras["precision"].overflows[2] = LIMIT
     state, _ = train(state, batch_of(value=1.0))
-    assert len(fz.tree.leaves(state.extras["compute"])) == 3 and train.step.transforms == make(fz.offload("cpu", "opt_state")).transforms
+    assert (
+        len(fz.tree.leaves(state.extras["compute"])) == 3
+        and train.step.transforms == make(fz.offload("cpu", "opt_state")).transforms
+    )
 
 
 def test_gradients_that_underflow_are_counted_and_move():
@@ -209,11 +231,21 @@ def test_bfloat16_moves_to_float32_and_what_rests_stays():
     for params in ("fp32", "bf16"):
         train = compiled(make(start=None, params=params))
         state = train.init(rms_params())
-        assert "loss_scale" not in state.extras and all(x.dtype == torch.int32 and x.shape == (3,) for x in state.extras["precision"])
+        assert "loss_scale" not in state.extras and all(
+            x.dtype == torch.int32 and x.shape == (3,) for x in state.extras["precision"]
+        )
         state.extras["precision"].overflows[2] = LIMIT
         state, _ = train(state, batch_of())
-        dtypes = {line.args[0]: line.attrs["dtype"] for line, _ in train.program.walk() if line.op == "cast" and line.args[0] in ALL}
-        wanted = dict.fromkeys(ALL - {"params['rms']['w']"}, torch.bfloat16) if params == "fp32" else {"params['rms']['w']": torch.float32}
+        dtypes = {
+            line.args[0]: line.attrs["dtype"]
+            for line, _ in train.program.walk()
+            if line.op == "cast" and line.args[0] in ALL
+        }
+        wanted = (
+            dict.fromkeys(ALL - {"params['rms']['w']"}, torch.bfloat16)
+            if params == "fp32"
+            else {"params['rms']['w']": torch.float32}
+        )
         assert dtypes == wanted
         assert all(x.dtype == precision.DTYPES[params] for x in fz.tree.leaves(state.params))
 
@@ -221,7 +253,10 @@ def test_bfloat16_moves_to_float32_and_what_rests_stays():
 def test_unless_a_block_is_moved_it_is_the_step_in_its_first_dtype():
     batches = [batch_of(value=v) for v in (1.0, 2.0, 300.0, 3.0)]
     ends = []
-    for transform in (fz.mixed_precision("auto", start="fp16", loss_scale=SCALE), fz.mixed_precision("fp16", loss_scale=SCALE)):
+    for transform in (
+        fz.mixed_precision("auto", start="fp16", loss_scale=SCALE),
+        fz.mixed_precision("fp16", loss_scale=SCALE),
+    ):
         train = compiled(transform(fz.train_step(rms_loss, optim.adamw(1e-3))))
         state = train.init(rms_params())
         for batch in batches:
@@ -261,8 +296,14 @@ def test_arguments_that_cannot_work():
     step = fz.train_step(rms_loss, optim.adamw(1e-3))
     for keywords, parts in (
         ({"start": "fp16"}, ["start='fp16': compute='auto' alone"]),
-        ({"compute": "auto", "start": "fp32", "watch": 1}, ["watch=1: neither", "start='fp32': neither 'bf16' nor 'fp16'"]),
-        ({"compute": "auto", "start": "", "rounding": "nearest"}, ["start='': neither", "params='fp32': nothing is rounded"]),
+        (
+            {"compute": "auto", "start": "fp32", "watch": 1},
+            ["watch=1: neither", "start='fp32': neither 'bf16' nor 'fp16'"],
+        ),
+        (
+            {"compute": "auto", "start": "", "rounding": "nearest"},
+            ["start='': neither", "params='fp32': nothing is rounded"],
+        ),
         ({"compute": "auto", "start": "fp8"}, ["compute='fp8'"]),
         ({"compute": "auto", "start": "bf16", "loss_scale": 8.0}, ["loss_scale=8.0: neither compute='bf16'"]),
     ):

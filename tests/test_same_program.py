@@ -1,4 +1,5 @@
-"""A program is a function of the code and the shapes: not of the hash seed, of addresses, of what was lowered before, of the rank's device or directories."""
+"""A program is a function of the code and the shapes: not of the hash seed, of addresses, of what was lowered before,
+of the rank's device or directories."""
 
 from __future__ import annotations
 
@@ -30,16 +31,28 @@ def loss_fn(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_fresh_interpreters_make_the_same_programs(tmp_path: Path) -> None:
-    """Every golden program and some of the parity table, with another hash seed, order, rank and directory in each process."""
+    """Every golden program and some of the parity table, with another hash seed, order, rank and directory in each
+    process."""
     started = []
     for i, seed in enumerate(("1", "4711")):
         folder = tmp_path / f"scratch-{i}"
-        env = {**os.environ, "PYTHONHASHSEED": seed, "LOCAL_RANK": str(i), "RANK": str(i), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "LOCAL_RANK": str(i),
+            "RANK": str(i),
+            "TMPDIR": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        }
         script = [sys.executable, str(Path(__file__).parent / "texts.py"), seed, str(folder)]
         started.append(subprocess.Popen(script, env=env, stdout=subprocess.PIPE, text=True))
     first, second = (json.loads(process.communicate(timeout=600)[0]) for process in started)
     assert first.keys() == second.keys() and len(first) >= 20
-    differ = {name: [i for i, (a, b) in enumerate(zip(first[name], second[name], strict=False)) if a != b][:3] for name in first if first[name] != second[name]}
+    differ = {
+        name: [i for i, (a, b) in enumerate(zip(first[name], second[name], strict=False)) if a != b][:3]
+        for name in first
+        if first[name] != second[name]
+    }
     assert not differ  # the numbers of lines
 
 
@@ -67,14 +80,21 @@ def test_two_devices_of_a_host_have_one_program_and_a_compiled_function_each(mon
 def test_signed_zeros_are_two_functions() -> None:
     x = compat.new_fake(compat.FakeTensorMode(), (4,), torch.float32, "cpu")
     with x.fake_mode:
-        a, b, c = (signature(record(lambda x, by=by: [x * by], [x], owner="test", names=["x"])) for by in (0.0, -0.0, 0.0))
+        a, b, c = (
+            signature(record(lambda x, by=by: [x * by], [x], owner="test", names=["x"])) for by in (0.0, -0.0, 0.0)
+        )
     assert a == c != b
 
 
 def test_the_names_of_directories_are_no_part_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def text(path: Any) -> str:
         return str(
-            fz.lower(fz.offload(fz.train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), "nvme", path=path), fz.AbstractMesh(data=1), PARAMS, BATCH).program
+            fz.lower(
+                fz.offload(fz.train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), "nvme", path=path),
+                fz.AbstractMesh(data=1),
+                PARAMS,
+                BATCH,
+            ).program
         )
 
     assert text(tmp_path / "a") == text(tmp_path / "b") != text([tmp_path / "a", tmp_path / "b"])
@@ -94,7 +114,9 @@ def test_the_names_of_directories_are_no_part_of_a_program(tmp_path: Path, monke
 # --- what a step keeps ---
 
 
-def test_alike_trees_share_a_program_and_programs_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_alike_trees_share_a_program_and_programs_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     train = fz.compile(fz.train_step(loss_fn, optim.adamw(0.1)), fz.make_mesh(data=1), backend="eager")
     states = []
     for i in range(3):
@@ -137,7 +159,9 @@ def test_a_step_that_is_dropped_leaves_no_text() -> None:
 
 
 @pytest.mark.usefixtures("compiled_here")
-def test_an_entry_that_cannot_be_loaded_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_that_cannot_be_loaded_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whole, by its digest, and of no use: what an artifact of another build of PyTorch is."""
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
     step, params, x = fz.train_step(loss_fn, optim.sgd(0.1)), {"w": torch.eye(64)}, torch.ones(64, 64)
@@ -181,7 +205,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("change", ["global", "item", "closure", "optimizer", "method", "training"])
 def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
-    """Named, with both values, at the second call at the latest if it changed right away, else within so many steps; also in an evaluation."""
+    """Named, with both values, at the second call at the latest if it changed right away, else within so many steps;
+    also in an evaluation."""
     weight, rates = 1.0, {"lr": 0.1}
     layer = torch.nn.Dropout(0.0)
 
@@ -195,7 +220,10 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         return fz.tree.map(lambda g: -rates["lr"] * g, grads), state
 
     model = Model()
-    step = fz.train_step(annealed if change in ("global", "item") else model.loss, optim.GradientTransformation(lambda params: (), update))
+    step = fz.train_step(
+        annealed if change in ("global", "item") else model.loss,
+        optim.GradientTransformation(lambda params: (), update),
+    )
     train, state = fz.compile(step, fz.make_mesh(data=1), backend="eager"), None
 
     def turn() -> None:
@@ -226,7 +254,10 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         model.steps += 1  # that nothing reads: no error
         state, _ = train(state, BATCH)
     turn()
-    with pytest.raises(fz.errors.FzeroValueError, match=rf"(?s)reads a value.*{where}.*Fix: pass what changes from step to step in the batch"):
+    with pytest.raises(
+        fz.errors.FzeroValueError,
+        match=rf"(?s)reads a value.*{where}.*Fix: pass what changes from step to step in the batch",
+    ):
         for _ in range(compiled.LOOKED_AT_EVERY):
             state, _ = train(state, BATCH)
     if change == "global":
@@ -238,12 +269,15 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         evaluate = fz.compile(fz.eval_step(annealed), fz.make_mesh(data=1), backend="eager")
         evaluate(PARAMS, BATCH)
         globals()["temperature"] = 8.0
-        with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)fzero\.eval_step: .*temperature: 4\.0 before, 8\.0 now"):
+        with pytest.raises(
+            fz.errors.FzeroValueError, match=r"(?s)fzero\.eval_step: .*temperature: 4\.0 before, 8\.0 now"
+        ):
             evaluate(PARAMS, BATCH)
 
 
 def test_a_loss_that_counts_its_calls_is_refused() -> None:
-    """The first trace shows that a number has changed, a second one whether it changes each time: what is kept, or only written down, is let be."""
+    """The first trace shows that a number has changed, a second one whether it changes each time: what is kept, or only
+    written down, is let be."""
 
     class Model:
         calls, width = 0, None
@@ -268,5 +302,7 @@ def test_a_loss_that_counts_its_calls_is_refused() -> None:
         for batch in batches:
             state, _ = train(state, batch)
     train = fz.compile(fz.train_step(Model().counts, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)self\.calls: 1 before, 2 after.*Fix: .*pass a count in the batch"):
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"(?s)self\.calls: 1 before, 2 after.*Fix: .*pass a count in the batch"
+    ):
         train(train.init(params), batches[0])

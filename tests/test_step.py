@@ -15,7 +15,9 @@ from fzero import checkpoint, optim
 from fzero.errors import CheckpointError, TraceError
 
 
-def compiled(loss: Any, mesh: fz.Mesh, stage: int = 3, accumulate: int = 1, optimizer: Any = None, **kwargs: Any) -> fz.CompiledStep:
+def compiled(
+    loss: Any, mesh: fz.Mesh, stage: int = 3, accumulate: int = 1, optimizer: Any = None, **kwargs: Any
+) -> fz.CompiledStep:
     step = STAGES[stage](fz.train_step(loss, optimizer or optim.sgd(0.5), **kwargs))
     return fz.compile(fz.accumulate(step, accumulate) if accumulate > 1 else step, mesh, backend="eager")
 
@@ -30,13 +32,21 @@ def weights() -> dict[str, torch.Tensor]:
 def ragged_batch() -> dict[str, torch.Tensor]:
     """12 rows, of which row i counts i % 5 times: no two parts have the same count."""
     generator = torch.Generator().manual_seed(3)
-    return {"x": torch.randn(12, 5, generator=generator), "y": torch.randint(0, 4, (12,), generator=generator), "times": torch.arange(12) % 5}
+    return {
+        "x": torch.randn(12, 5, generator=generator),
+        "y": torch.randint(0, 4, (12,), generator=generator),
+        "times": torch.arange(12) % 5,
+    }
 
 
 def weighted_loss(p, batch):
     losses = F.cross_entropy(batch["x"] @ p["w"], batch["y"], reduction="none")
     right = ((batch["x"] @ p["w"]).argmax(1) == batch["y"]).float() * batch["times"]
-    aux = {"accuracy": fz.weighted(right.sum(), batch["times"].sum()), "largest": losses.max(), "rows": fz.weighted(losses.sum(), len(losses))}
+    aux = {
+        "accuracy": fz.weighted(right.sum(), batch["times"].sum()),
+        "largest": losses.max(),
+        "rows": fz.weighted(losses.sum(), len(losses)),
+    }
     return fz.weighted((losses * batch["times"]).sum(), batch["times"].sum()), aux
 
 
@@ -67,7 +77,9 @@ def test_weighted_losses_are_exact_means(run_ranks, num_ranks):
             torch.testing.assert_close(metrics["aux"]["rows"], want["aux"]["rows"], rtol=1e-6, atol=0)
             torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
             chunks = torch.stack([c.max() for c in losses.chunk(num_ranks * accumulate)])
-            torch.testing.assert_close(metrics["aux"]["largest"], chunks.mean())  # what is not weighted is averaged over the parts
+            torch.testing.assert_close(
+                metrics["aux"]["largest"], chunks.mean()
+            )  # what is not weighted is averaged over the parts
 
 
 def test_a_mean_of_means_is_another_number(run_ranks):
@@ -108,7 +120,9 @@ def test_masks_do_not_depend_on_the_mesh(run_ranks, num_ranks):
     assert len({w.item() for w in want}) == 5  # a new mask every step
     for stage, accumulate in ((0, 1), (3, 2)) if num_ranks == 2 else ((0, 2), (3, 1)):
         for losses, w in run_ranks(num_ranks, run_dropout, stage, accumulate):
-            torch.testing.assert_close(losses, torch.stack(want), rtol=1e-5, atol=0)  # one flipped bit of a mask moves a loss by 1e-2
+            torch.testing.assert_close(
+                losses, torch.stack(want), rtol=1e-5, atol=0
+            )  # one flipped bit of a mask moves a loss by 1e-2
             torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
 
 
@@ -168,8 +182,12 @@ def test_evaluation(run_ranks, stage, precision):
         tolerance = 0.1 if precision else 1e-5
         for outputs, at in ((before, models.gpt_init(fz.random.key(0))), (after, params)):
             want = fz.eval_step(predict)(at, whole)
-            torch.testing.assert_close(outputs["logits"].float(), want["logits"].chunk(2)[rank], rtol=tolerance, atol=tolerance)  # this rank's own
-            torch.testing.assert_close(outputs["loss"], want["loss"], rtol=1e-2 if precision else 1e-6, atol=0)  # over the mesh
+            torch.testing.assert_close(
+                outputs["logits"].float(), want["logits"].chunk(2)[rank], rtol=tolerance, atol=tolerance
+            )  # this rank's own
+            torch.testing.assert_close(
+                outputs["loss"], want["loss"], rtol=1e-2 if precision else 1e-6, atol=0
+            )  # over the mesh
             assert outputs["first"] == whole["tokens"].chunk(2)[rank][0, 0]
             assert outputs["logits"].dtype == torch.float32  # `outputs` of mixed_precision
         assert not torch.equal(before["logits"], after["logits"])
@@ -193,7 +211,14 @@ def init_fn(key):
 
 
 def init_loss(p, x):
-    return (p["shared"][0] * p["shared"][1]).sum() + p["triangle"].sum() * p["scalar"] + p["uniform"].sum() + p["ones"].sum() + p["ramp"].sum() + x.mean()
+    return (
+        (p["shared"][0] * p["shared"][1]).sum()
+        + p["triangle"].sum() * p["scalar"]
+        + p["uniform"].sum()
+        + p["ones"].sum()
+        + p["ramp"].sum()
+        + x.mean()
+    )
 
 
 def run_init(stage: int) -> Any:
@@ -217,7 +242,10 @@ def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_ranks, n
 
 def big_init(key):
     a, b = fz.random.split(key, 2)
-    return {"w": fz.random.normal(a, (300, 100)) * 0.02, "v": [fz.random.normal(b, (200, 100)).abs() + 1.0, torch.zeros(250, 100)]}
+    return {
+        "w": fz.random.normal(a, (300, 100)) * 0.02,
+        "v": [fz.random.normal(b, (200, 100)).abs() + 1.0, torch.zeros(250, 100)],
+    }
 
 
 def run_birth() -> tuple[int, list[int]]:
@@ -262,13 +290,18 @@ def run_resting(stage: int, precision: bool) -> dict[str, int]:
     state = train.init(lambda key: models.mixed_init(key, 48), fz.random.key(0))
     state, _ = train(state, part(batches(1)[0], mesh))
     live = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fz.tree.leaves(state)}
-    return {"bytes": sum(live.values()), "params": sum(x.numel() for x in fz.tree.leaves(models.mixed_init(fz.random.key(0), 48)))}
+    return {
+        "bytes": sum(live.values()),
+        "params": sum(x.numel() for x in fz.tree.leaves(models.mixed_init(fz.random.key(0), 48))),
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_at_rest(run_ranks, num_ranks):
     """Read off the storages of the live state after a step; 1 % is for padding, counters and the key."""
-    for stage, precision in ((0, False), (1, True), (2, False), (3, True)) if num_ranks == 2 else ((1, False), (3, False), (2, True)):
+    for stage, precision in (
+        ((0, False), (1, True), (2, False), (3, True)) if num_ranks == 2 else ((1, False), (3, False), (2, True))
+    ):
         for seen in run_ranks(num_ranks, run_resting, stage, precision):
             per_param = 12.0 if stage == 0 else 12.0 / num_ranks if precision or stage == 3 else 4 + 8 / num_ranks
             want = per_param * seen["params"]
@@ -280,7 +313,9 @@ def test_bytes_at_rest(run_ranks, num_ranks):
 
 def run_save(path: str, stage: int, num_steps: int) -> Any:
     mesh = fz.make_mesh(data=-1)
-    train = compiled(models.mixed_loss, mesh, stage, optimizer=optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-2)))
+    train = compiled(
+        models.mixed_loss, mesh, stage, optimizer=optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-2))
+    )
     state = train.init(models.mixed_init, fz.random.key(5))
     for batch in batches(num_steps):
         state, _ = train(state, part(batch, mesh))
@@ -290,7 +325,9 @@ def run_save(path: str, stage: int, num_steps: int) -> Any:
 
 def run_restore(path: str, stage: int, num_steps: int = 0) -> Any:
     mesh = fz.make_mesh(data=-1)
-    train = compiled(models.mixed_loss, mesh, stage, optimizer=optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-2)))
+    train = compiled(
+        models.mixed_loss, mesh, stage, optimizer=optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-2))
+    )
     state = train.restore(path)
     restored = train.gather(state)
     for batch in batches(num_steps, seed=1):
@@ -304,7 +341,9 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize(("saved", "restored"), [((3, 3), (2, 1)), ((1, 0), (3, 3)), ((2, 1), (3, 2)), ((2, 3), (1, 3))])
+@pytest.mark.parametrize(
+    ("saved", "restored"), [((3, 3), (2, 1)), ((1, 0), (3, 3)), ((2, 1), (3, 2)), ((2, 3), (1, 3))]
+)
 def test_restore_onto_any_mesh_and_stage(run_ranks, tmp_path, saved, restored):
     """(ranks, stage) to (ranks, stage), bit for bit, and training goes on from it."""
     path = str(tmp_path / "checkpoint")
@@ -336,4 +375,6 @@ def test_another_models_leaves_are_all_listed(tmp_path):
     train = fz.compile(fz.shard_params(step), fz.make_mesh(data=1), backend="eager")
     with pytest.raises(CheckpointError) as raised:
         train.restore(str(tmp_path / "other"), params=other)
-    assert all(name in str(raised.value) for name in ("params.token", "params.more", "params.gate")) and "params.bias" not in str(raised.value)
+    assert all(
+        name in str(raised.value) for name in ("params.token", "params.more", "params.gate")
+    ) and "params.bias" not in str(raised.value)

@@ -1,4 +1,5 @@
-"""Which values share memory, against what torch does: every graph is run on real tensors, and each value's storage looked up."""
+"""Which values share memory, against what torch does: every graph is run on real tensors, and each value's storage
+looked up."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ def views(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     a, b = x.split(2)
     q, k, _ = (y * 2).view(4, 3, 2).permute(1, 0, 2).unbind(0)
     merged = aten._unsafe_view.default(q @ k.T, [16])
-    return [a.t()[1:], b.expand(5, 2, 4), k.reshape(8), merged, merged[:8].view(2, 4) + a, *torch.std_mean(y.T), x.detach()[None]]
+    return [
+        a.t()[1:],
+        b.expand(5, 2, 4),
+        k.reshape(8),
+        merged,
+        merged[:8].view(2, 4) + a,
+        *torch.std_mean(y.T),
+        x.detach()[None],
+    ]
 
 
 def recorded(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Recorded:
@@ -37,7 +46,11 @@ def functions() -> dict[str, Recorded]:
     step = fz.remat(fz.train_step(MODELS["gpt"].loss, fz.optim.adamw(1e-2)), 0.5)
     program = fz.lower(step, fz.AbstractMesh(data=1), MODELS["gpt"].init, meta(batches(1)[0])).program
     found = {name: into_buffers(f.graph, f.into) for name, f in program.functions.items()}
-    return {**found, "views": recorded(views, (4, 4), (4, 6)), "into": into_buffers(recorded(views, (4, 4), (4, 6)), [4])}
+    return {
+        **found,
+        "views": recorded(views, (4, 4), (4, 6)),
+        "into": into_buffers(recorded(views, (4, 4), (4, 6)), [4]),
+    }
 
 
 def real(graph: Recorded) -> dict[fx.Node, Any]:
@@ -53,7 +66,9 @@ def real(graph: Recorded) -> dict[fx.Node, Any]:
     module = graph.module()
     Keeping(module, garbage_collect_values=False).run(*inputs)
     there = {n.name: v for n, v in values.items()}
-    return {n: there[n.name] for n in graph.graph.nodes if isinstance(there[n.name], torch.Tensor) and there[n.name].numel()}
+    return {
+        n: there[n.name] for n in graph.graph.nodes if isinstance(there[n.name], torch.Tensor) and there[n.name].numel()
+    }
 
 
 def test_values_share_memory_as_in_torch() -> None:
@@ -69,5 +84,7 @@ def test_views_of_an_input_are_those_that_share_its_memory() -> None:
     for x in graph.inputs:
         values, found = real(graph), views_of(graph.graph, {x})
         where = values[x].untyped_storage().data_ptr()
-        assert {n for n in values if n in found} == {n for n, v in values.items() if n is not x and v.untyped_storage().data_ptr() == where}
+        assert {n for n in values if n in found} == {
+            n for n, v in values.items() if n is not x and v.untyped_storage().data_ptr() == where
+        }
     assert not views_of(graph.graph, set())

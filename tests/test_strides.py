@@ -1,4 +1,5 @@
-"""What an operation makes has other strides than fake tensors say: the view that was traced of it copies, and numbers stay PyTorch's."""
+"""What an operation makes has other strides than fake tensors say: the view that was traced of it copies, and numbers
+stay PyTorch's."""
 
 from __future__ import annotations
 
@@ -24,14 +25,26 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "log_softmax, flatten": lambda p, x: (over_dim_1(x @ p).flatten(0, 1) @ p).square().mean(),
     "probability targets": lambda p, x: F.cross_entropy((x @ p).transpose(1, 2), x.softmax(-1).transpose(1, 2)),
     "batch_norm between transposes": lambda p, x: (
-        (F.batch_norm((x @ p).transpose(1, 2), None, None, training=True).transpose(1, 2).reshape(-1, 8) @ p).square().mean()
+        (F.batch_norm((x @ p).transpose(1, 2), None, None, training=True).transpose(1, 2).reshape(-1, 8) @ p)
+        .square()
+        .mean()
     ),
-    "layer_norm over the last but one": lambda p, x: (F.layer_norm((x @ p).transpose(1, 2), (6,)).transpose(1, 2).reshape(-1, 8) @ p).tanh().square().mean(),
+    "layer_norm over the last but one": lambda p, x: (
+        (F.layer_norm((x @ p).transpose(1, 2), (6,)).transpose(1, 2).reshape(-1, 8) @ p).tanh().square().mean()
+    ),
     "mse_loss of a transposed result": lambda p, x: F.mse_loss((x @ p).transpose(1, 2), x.transpose(1, 2)),
     "norm of a transposed result": lambda p, x: (x @ p).transpose(1, 2).norm(dim=1).mean(),
     "logsigmoid": lambda p, x: F.logsigmoid((x @ p).transpose(1, 2)).transpose(1, 2).reshape(-1, 8).square().mean(),
     "channel_shuffle of channels_last": lambda p, x: (
-        (F.channel_shuffle((x.view(4, 8, 6, 1).to(memory_format=torch.channels_last)), 2).permute(0, 2, 3, 1).flatten(1).view(-1, 8) @ p).square().mean()
+        (
+            F.channel_shuffle((x.view(4, 8, 6, 1).to(memory_format=torch.channels_last)), 2)
+            .permute(0, 2, 3, 1)
+            .flatten(1)
+            .view(-1, 8)
+            @ p
+        )
+        .square()
+        .mean()
     ),
     "as_strided of a result": lambda p, x: over_dim_1(x @ p).as_strided((4, 6, 4), (48, 8, 2)).square().mean(),
 }
@@ -66,9 +79,17 @@ def test_strides_that_a_trace_does_not_know_are_not_told() -> None:
 
         train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
         if name in ASKED:
-            raises(TraceError, lambda train=train: train(train.init(w), x), "asks how a tensor is laid out", "test_strides.py:", "x.contiguous()")
+            raises(
+                TraceError,
+                lambda train=train: train(train.init(w), x),
+                "asks how a tensor is laid out",
+                "test_strides.py:",
+                "x.contiguous()",
+            )
         else:
-            torch.testing.assert_close(train(train.init(w), x)[1]["loss"], loss(w, x), msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                train(train.init(w), x)[1]["loss"], loss(w, x), msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -77,7 +98,9 @@ def test_losses_with_views_of_such_results(name: str, block: bool) -> None:
     loss, x = LOSSES[name], torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) * 0.3
     inner: Any = fz.block(loss) if block else loss
-    train = fz.compile(fz.train_step(lambda p, x: inner(p["w"], x), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = fz.compile(
+        fz.train_step(lambda p, x: inner(p["w"], x), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager"
+    )
     state = train.init({"w": w})
     want = w.clone().requires_grad_()
     for _ in range(2):

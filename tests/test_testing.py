@@ -1,4 +1,5 @@
-"""check_equivalent passes what is right and finds what is wrong: faults planted in rewrites, in functions and in what carries values, each named."""
+"""check_equivalent passes what is right and finds what is wrong: faults planted in rewrites, in functions and in what
+carries values, each named."""
 
 from __future__ import annotations
 
@@ -142,7 +143,11 @@ def micro_batch_dropped(patch):
 
 
 def sum_rounded(patch):
-    run_as(patch, "accumulate", lambda _: lambda total, part, into: into[0].copy_(part) if total is None else total.add_(part.bfloat16()))
+    run_as(
+        patch,
+        "accumulate",
+        lambda _: lambda total, part, into: into[0].copy_(part) if total is None else total.add_(part.bfloat16()),
+    )
 
 
 def first_micro_batch_only(patch):
@@ -165,7 +170,11 @@ def update_twice(patch):
 
 def update_skipped(patch):
     as_called = build.as_called
-    patch.setattr(build, "as_called", lambda function, run: (lambda *args: ()) if function.name == "update_v2" else as_called(function, run))
+    patch.setattr(
+        build,
+        "as_called",
+        lambda function, run: (lambda *args: ()) if function.name == "update_v2" else as_called(function, run),
+    )
 
 
 def clipping_lost(patch):
@@ -187,7 +196,11 @@ def key_of_the_first(patch):
 
 
 def update_not_assigned(patch):
-    run_as(patch, "assign", lambda assign: lambda targets, sources: assign(targets, sources) if targets[0].dim() == 0 else None)
+    run_as(
+        patch,
+        "assign",
+        lambda assign: lambda targets, sources: assign(targets, sources) if targets[0].dim() == 0 else None,
+    )
 
 
 def saved_swapped(patch):
@@ -208,7 +221,11 @@ def saved_swapped(patch):
 
 def copy_not_made(patch):
     start = Apart.to_device_start
-    patch.setattr(Apart, "to_device_start", lambda self, sources, into=None: start(self, [torch.zeros_like(x) for x in sources], into))
+    patch.setattr(
+        Apart,
+        "to_device_start",
+        lambda self, sources, into=None: start(self, [torch.zeros_like(x) for x in sources], into),
+    )
 
 
 def wait_dropped(patch):
@@ -244,7 +261,10 @@ class Fault:
         assert not report.equivalent and report.blame is not None and report.blame.line is not None, text
         assert (report.blame.transform or "none").split("(")[0] == (self.transform or "none"), text
         assert self.line in report.blame.line.text and self.why in report.blame.line.why, text
-        assert all(x in str(report) for x in ("where it begins", f"line {report.blame.line.number}", report.blame.line.why[:40])), text
+        assert all(
+            x in str(report)
+            for x in ("where it begins", f"line {report.blame.line.number}", report.blame.line.why[:40])
+        ), text
 
 
 MEANT = "is not what the step means"
@@ -301,7 +321,9 @@ def equivalent_steps(disk: str) -> list[tuple[fz.testing.Report, str | None]]:
     """The reports of steps that are right, and what is said of their lines."""
     mesh, out = fz.make_mesh(data=2, unified_memory=False), []
     for name, transforms in STEPS.items():
-        offload = fz.offload("nvme", ("opt_state", "params"), path=disk) if name == "gpt" else fz.offload("cpu", "opt_state")
+        offload = (
+            fz.offload("nvme", ("opt_state", "params"), path=disk) if name == "gpt" else fz.offload("cpu", "opt_state")
+        )
         step = fz.compose(*transforms, offload)(fz.train_step(models.MODELS[name].loss, models.OPTIMIZERS["adamw"]()))
         part = models.part(models.batches(1)[0], mesh)
         found = check_equivalent(step, models.MODELS[name].init, part, mesh, steps=2)
@@ -316,9 +338,17 @@ def test_what_is_right_passes_line_by_line(run_ranks, tmp_path):
     assert results[0] == results[1]
     for found, line in results[0]:
         assert found.equivalent and found.blame is None and line is None, f"{line}\n{found}"
-        assert {re.split(r"[.\[]", d.path)[0] for d in found.differences} == {"params", "opt_state", "metrics", "step", "key"}
+        assert {re.split(r"[.\[]", d.path)[0] for d in found.differences} == {
+            "params",
+            "opt_state",
+            "metrics",
+            "step",
+            "key",
+        }
         exact = found.exact or found
-        loose = [d for d in exact.differences if d.tolerance >= 2e-3]  # leaves of which the sign of one element's gradient is rounding
+        loose = [
+            d for d in exact.differences if d.tolerance >= 2e-3
+        ]  # leaves of which the sign of one element's gradient is rounding
         assert len(loose) <= 3 and all(d.tolerance < 2e-2 for d in loose), exact  # and so they are worth something
         assert any(0 < d.difference for d in exact.differences)
     assert results[0][0][0].exact is not None and results[0][1][0].exact is None
@@ -326,22 +356,34 @@ def test_what_is_right_passes_line_by_line(run_ranks, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "lamb"])
 def test_bf16_is_within_its_tolerance_where_signs_flip(optimizer):
-    """The update of an element whose gradient is near 0 may go the other way in bf16: its leaf has the room for that, and no more."""
-    step = fz.compose(fz.mixed_precision("bf16"), fz.accumulate(3))(fz.train_step(models.bare_loss, models.OPTIMIZERS[optimizer]()))
+    """The update of an element whose gradient is near 0 may go the other way in bf16: its leaf has the room for that,
+    and no more."""
+    step = fz.compose(fz.mixed_precision("bf16"), fz.accumulate(3))(
+        fz.train_step(models.bare_loss, models.OPTIMIZERS[optimizer]())
+    )
     found = check_equivalent(step, models.bare_init, models.batches(1)[0], fz.make_mesh(data=1))
-    assert all(d.tolerance < 0.3 for d in found.differences if d.path.startswith("params['layers']") and d.path.endswith("[0]"))
+    assert all(
+        d.tolerance < 0.3 for d in found.differences if d.path.startswith("params['layers']") and d.path.endswith("[0]")
+    )
 
 
 def test_the_sign_of_noise_is_no_difference():
-    """Adam's first update is the sign of the gradient. One element's gradient is noise in bf16 here, and two random runs do not show that it may turn."""
+    """Adam's first update is the sign of the gradient. One element's gradient is noise in bf16 here, and two random
+    runs do not show that it may turn."""
     draw = torch.Generator().manual_seed(48)
-    params = {"norm": torch.ones(32), "w": torch.randn(32, 16, generator=draw) * 0.2, "v": torch.randn(16, 4, generator=draw) * 0.2}
+    params = {
+        "norm": torch.ones(32),
+        "w": torch.randn(32, 16, generator=draw) * 0.2,
+        "v": torch.randn(16, 4, generator=draw) * 0.2,
+    }
     x = torch.randn(32, 32, generator=draw)
 
     def off(p, x):
         return (torch.tanh(F.layer_norm(x, (32,), p["norm"]) @ p["w"]) @ p["v"]).square().mean()
 
-    report = check_equivalent(fz.mixed_precision("bf16")(fz.train_step(off, optim.adamw(1e-3))), params, x, fz.make_mesh(data=1), steps=1)
+    report = check_equivalent(
+        fz.mixed_precision("bf16")(fz.train_step(off, optim.adamw(1e-3))), params, x, fz.make_mesh(data=1), steps=1
+    )
     norm = next(d for d in report.differences if d.path == "params['norm']")
     assert norm.difference > 3e-4 and norm.tolerance < 2e-3  # of an update of 1e-3 for each element
 
@@ -354,9 +396,13 @@ def test_what_diverges_is_compared_as_long_as_it_is_finite():
 
 
 def test_fp16_is_within_its_tolerance_and_what_overflows_is_named():
-    """With parameters that are rounded at random, too. A skipped step is taken again with a lower scale; under one that does not move the line is found where
-    gradients are made that overflow."""
-    plain, batch, mesh = fz.train_step(models.bare_loss, models.OPTIMIZERS["adamw"]()), models.batches(1)[0], fz.make_mesh(data=1)
+    """With parameters that are rounded at random, too. A skipped step is taken again with a lower scale; under one that
+    does not move the line is found where gradients are made that overflow."""
+    plain, batch, mesh = (
+        fz.train_step(models.bare_loss, models.OPTIMIZERS["adamw"]()),
+        models.batches(1)[0],
+        fz.make_mesh(data=1),
+    )
     scales = fz.LossScale(initial=2.0**10), fz.LossScale(initial=2.0**40), 2.0**40
     small, falling, large = (fz.mixed_precision("fp16", params="bf16", loss_scale=scale) for scale in scales)
     assert check_equivalent(small(plain), models.bare_init, batch, mesh).skipped == 0
@@ -395,7 +441,11 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
 
     def wrong(function, run):
         call = as_called(function, run)
-        return (lambda *args, **kwargs: [x * 1.01 for x in call(*args, **kwargs)]) if function.name == "head_value_and_grad" else call
+        return (
+            (lambda *args, **kwargs: [x * 1.01 for x in call(*args, **kwargs)])
+            if function.name == "head_value_and_grad"
+            else call
+        )
 
     monkeypatch.setattr(build, "BACKENDS", ("inductor", "eager", "other"))
     real = build.build
@@ -407,7 +457,9 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
             return real(functions, "eager", mesh, progress)
 
     monkeypatch.setattr(compiled, "build", built)
-    report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), backend="other", raises=False)
+    report = check_equivalent(
+        fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), backend="other", raises=False
+    )
     assert report.blame is not None and report.blame.transform is None and "'other'" in report.blame.note
     assert report.blame.line is not None and "head_value_and_grad(" in report.blame.line.text
 
@@ -416,7 +468,9 @@ def verify_says() -> str:
     with pytest.MonkeyPatch.context() as patch:
         wait_dropped(patch)
         with pytest.raises(VerifyError) as error:
-            check_equivalent(fz.shard_params(fz.train_step(loss, OPTIMIZER())), init, batch(mesh := fz.make_mesh(data=2)), mesh)
+            check_equivalent(
+                fz.shard_params(fz.train_step(loss, OPTIMIZER())), init, batch(mesh := fz.make_mesh(data=2)), mesh
+            )
     return str(error.value)
 
 
@@ -435,13 +489,21 @@ def test_what_verify_finds_is_said_as_it_is(run_ranks):
     ],
 )
 def test_what_cannot_be_compared(arguments, kind, says):
-    given = {"step": fz.train_step(loss, OPTIMIZER()), "params": init, "batch": batch(), "mesh": fz.make_mesh(data=1), **arguments}
+    given = {
+        "step": fz.train_step(loss, OPTIMIZER()),
+        "params": init,
+        "batch": batch(),
+        "mesh": fz.make_mesh(data=1),
+        **arguments,
+    }
     with pytest.raises(kind, match=says):
         check_equivalent(**given)
 
 
 def test_tolerances_follow_from_dtypes_and_lengths():
-    assert [unit(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)] == [2**-53, 2**-24, 2**-11, 2**-8, 0, 0]
+    assert [
+        unit(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+    ] == [2**-53, 2**-24, 2**-11, 2**-8, 0, 0]
     step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.sgd(0.1))
 
     def chain(rows: int, width: int) -> int:
@@ -453,7 +515,11 @@ def test_tolerances_follow_from_dtypes_and_lengths():
 
     def tolerance(rate: float, *transforms: Any) -> float:
         step = fz.compose(*transforms)(fz.train_step(loss, optim.sgd(rate)))
-        (found,) = (d for d in check_equivalent(step, init, batch(), fz.make_mesh(data=1), steps=1).differences if d.path == "params['head']['w']")
+        (found,) = (
+            d
+            for d in check_equivalent(step, init, batch(), fz.make_mesh(data=1), steps=1).differences
+            if d.path == "params['head']['w']"
+        )
         return found.tolerance
 
     assert tolerance(1e-1) > 5 * tolerance(1e-3) > 5 * 2 * 2**-24  # a small step is held to more
@@ -510,7 +576,11 @@ def test_the_command_on_one(target, monkeypatch):
     assert code == 0 and "loss on mesh data=1, 1 steps, eager: equivalent in all" in out
     code, out, _ = command(f"{target}:summed")
     assert code == 1 and "accumulate(num_micro_batches=2)" in out and "fz.weighted" in out
-    for flags, says in {("--steps", "0"): "--steps 0", ("--mesh", "data=2"): "1 processes", ("--mesh", "data"): "whole number"}.items():
+    for flags, says in {
+        ("--steps", "0"): "--steps 0",
+        ("--mesh", "data=2"): "1 processes",
+        ("--mesh", "data"): "whole number",
+    }.items():
         code, out, err = command(f"{target}:target", *flags)
         assert (code, out) == (2, "") and says in err, err
     code, _, err = command(f"{target}:evaluation")
@@ -533,5 +603,8 @@ def test_a_loss_or_an_optimizer_that_does_something_else_each_time_is_told() -> 
         fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), plain._replace(update=update)),
     ]
     for step in steps:
-        with pytest.raises(fz.errors.TraceError, match=r"(?s)lambda> computes something else each time it is called\n.*the first time: .*the second: .*Fix: "):
+        with pytest.raises(
+            fz.errors.TraceError,
+            match=r"(?s)lambda> computes something else each time it is called\n.*the first time: .*the second: .*Fix: ",
+        ):
             fz.testing.check_equivalent(step, {"w": torch.ones(4)}, torch.ones(2, 4), fz.make_mesh(data=1), steps=1)

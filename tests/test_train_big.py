@@ -14,7 +14,10 @@ from scripts import Script, fresh_modules, losses, records
 
 import fzero as fz
 
-EXAMPLE = Script("train_big.py", ("--memory", "600MB", "--params", "200K", "--width", "64", "--seq", "32", "--batch", "2", "--backend", "eager"))
+EXAMPLE = Script(
+    "train_big.py",
+    ("--memory", "600MB", "--params", "200K", "--width", "64", "--seq", "32", "--batch", "2", "--backend", "eager"),
+)
 KEYS = {"step", "loss", "tokens_per_s", "step_s", "resident_bytes", "speed_of_light", "links", "bound_by"}
 P = 4 * (12 * 64**2 + 2 * 64) + 513 * 64  # parameters: 4 layers
 
@@ -32,12 +35,26 @@ def test_what_a_run_prints_and_leaves_behind(straight):
     log = records(folder / "log")
     assert [r["step"] for r in log] == [1, 2, 3, 4] and all(set(r) == KEYS for r in log)
     assert all(5 < r["loss"] < 7 and 0 < r["resident_bytes"] < 600e6 for r in log), "log(256) is 5.545"
-    assert all(r["links"]["disk"]["bytes"] > 6 * 4 * P for r in log), "three numbers a parameter read and written by the update, and what the blocks read"
+    assert all(r["links"]["disk"]["bytes"] > 6 * 4 * P for r in log), (
+        "three numbers a parameter read and written by the update, and what the blocks read"
+    )
     assert f"a GPT of {P / 1e6:.1f} M parameters: 4 layers, 64 wide" in printed
-    assert re.search(r"^state on disk: 0.00 GB; peak memory of each process: 0.0\d GB planned and 0.30 GB for the compiler, of 0.60 GB allowed$", printed, re.M)
-    steps = re.findall(r"^step (\d)/4  loss ([\d.]+)  [\d,]+ tokens/s  disk [\d.]+ GB/s  waits \d+%  bound by \w+  resident 0\.\d\d GB$", printed, re.M)
+    assert re.search(
+        r"^state on disk: 0.00 GB; peak memory of each process: 0.0\d GB planned and 0.30 GB for the compiler, of 0.60 "
+        r"GB allowed$",
+        printed,
+        re.M,
+    )
+    steps = re.findall(
+        r"^step (\d)/4  loss ([\d.]+)  [\d,]+ tokens/s  disk [\d.]+ GB/s  waits \d+%  bound by \w+  resident 0\.\d\d "
+        r"GB$",
+        printed,
+        re.M,
+    )
     assert [(int(step), loss) for step, loss in steps] == [(r["step"], f"{r['loss']:.4f}") for r in log]
-    assert re.search(r"^at the most 0\.\d\d GB were resident over the empty process, within the 0.60 GB allowed$", printed, re.M)
+    assert re.search(
+        r"^at the most 0\.\d\d GB were resident over the empty process, within the 0.60 GB allowed$", printed, re.M
+    )
     assert not list((folder / "disk").iterdir()) and "\x1b[" not in printed
 
 
@@ -62,10 +79,16 @@ def test_ctrl_c_saves_and_resumes_exactly(run_ranks, tmp_path):
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(run_ranks, tmp_path):
     done = EXAMPLE.on(run_ranks, "--memory", "200MB", "--path", tmp_path, code=2)
-    assert re.search(r"this model does not fit: 0.0\d GB planned and 0.30 GB for the compiler, of 0.20 GB allowed\nFix: a larger --memory", done.stderr)
+    assert re.search(
+        r"this model does not fit: 0.0\d GB planned and 0.30 GB for the compiler, of 0.20 GB allowed\nFix: a larger "
+        r"--memory",
+        done.stderr,
+    )
     done = EXAMPLE.on(run_ranks, "--path", tmp_path / "never", code=2)
     assert "never: there is no such directory" in done.stderr and "Fix: " in done.stderr
-    done = EXAMPLE.on(run_ranks, "--params", "5000B", "--width", 1 << 18, "--memory", "99000GB", "--path", tmp_path, code=2)
+    done = EXAMPLE.on(
+        run_ranks, "--params", "5000B", "--width", 1 << 18, "--memory", "99000GB", "--path", tmp_path, code=2
+    )
     assert re.search(r"\d{2}\.\d+ TiB needed, .* free", done.stderr), "it would take all disks of this machine"
     assert not list(tmp_path.iterdir())
 

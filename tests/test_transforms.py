@@ -1,4 +1,5 @@
-"""What transforms promise: their order does not matter, nothing is done on a mesh of one, what they send is the closed form, and any pure optimizer shards."""
+"""What transforms promise: their order does not matter, nothing is done on a mesh of one, what they send is the closed
+form, and any pure optimizer shards."""
 
 from __future__ import annotations
 
@@ -33,7 +34,15 @@ def plain(model: str = "mixed", optimizer: str = "clipped") -> fz.Step:
 
 # order
 
-TRANSFORMS = [fz.shard_params(), fz.shard_grads(), fz.shard_opt_state(), fz.data_parallel(), fz.mixed_precision("bf16"), fz.accumulate(2), fz.remat("full")]
+TRANSFORMS = [
+    fz.shard_params(),
+    fz.shard_grads(),
+    fz.shard_opt_state(),
+    fz.data_parallel(),
+    fz.mixed_precision("bf16"),
+    fz.accumulate(2),
+    fz.remat("full"),
+]
 
 
 @functools.cache
@@ -59,7 +68,9 @@ def test_each_transform_changes_the_program():
 
 
 def test_applied_to_a_step_or_composed_is_the_same():
-    composed = fz.compose(fz.shard_params(axis="data"), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full"))(plain())
+    composed = fz.compose(fz.shard_params(axis="data"), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full"))(
+        plain()
+    )
     step = plain()
     single = fz.remat(fz.mixed_precision(fz.accumulate(fz.shard_params(step), 2), "bf16"), "full")
     assert composed.transforms == single.transforms and step.transforms == ()
@@ -112,7 +123,9 @@ def sent(program: Any) -> dict[str, Sent]:
     for line, times in program.walk():
         if line.op in TRANSFERS:
             old = out.get(line.op, Sent(0, 0))
-            out[line.op] = Sent(old.times + times, old.bytes + times * transfer_bytes(line, program.values(), program.mesh))
+            out[line.op] = Sent(
+                old.times + times, old.bytes + times * transfer_bytes(line, program.values(), program.mesh)
+            )
     return out
 
 
@@ -122,7 +135,9 @@ def gpt_shapes(layers: int) -> Any:
 
 def gpt_program(ranks: int, layers: int, *transforms: Any, optimizer: str = "adamw") -> Any:
     step = fz.compose(*transforms)(fz.train_step(models.gpt_loss, models.OPTIMIZERS[optimizer]()))
-    return fz.lower(step, fz.AbstractMesh(data=ranks), gpt_shapes(layers), meta_part(batches(1, size=24)[0], ranks)).program
+    return fz.lower(
+        step, fz.AbstractMesh(data=ranks), gpt_shapes(layers), meta_part(batches(1, size=24)[0], ranks)
+    ).program
 
 
 def num_params(layers: int) -> int:
@@ -130,7 +145,8 @@ def num_params(layers: int) -> int:
 
 
 NUM_ONCE = num_params(0)
-"""Elements of the two blocks that are gathered once: the embedding, whose vjp reads no parameter, and the head, whose forward and vjp are one function."""
+"""Elements of the two blocks that are gathered once: the embedding, whose vjp reads no parameter, and the head, whose
+forward and vjp are one function."""
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -138,7 +154,9 @@ NUM_ONCE = num_params(0)
 def test_zero_3_gathers_twice_and_scatters_once_a_block(ranks, layers, accumulate):
     blocks, size = layers + 2, 4 * num_params(layers)
     found = sent(gpt_program(ranks, layers, fz.shard_params(), fz.accumulate(accumulate)))
-    assert found["all_gather_start"] == Sent(accumulate * (2 * blocks - 2), accumulate * (2 * size - 4 * NUM_ONCE) * (ranks - 1) // ranks)
+    assert found["all_gather_start"] == Sent(
+        accumulate * (2 * blocks - 2), accumulate * (2 * size - 4 * NUM_ONCE) * (ranks - 1) // ranks
+    )
     assert found["reduce_scatter_start"] == Sent(accumulate * blocks, accumulate * size * (ranks - 1) // ranks)
     assert found["all_reduce_start"].times == 2  # the loss; the sums of squares of the leaves' gradients
     assert found["all_reduce_start"].bytes == 2 * 4 * (1 + num_leaves(layers)) * (ranks - 1) // ranks
@@ -154,7 +172,10 @@ def test_bf16_halves_what_is_gathered():
     assert found["all_gather_start"] == Sent(2 * 5 - 2, (size - 2 * NUM_ONCE) // 2)
     assert found["reduce_scatter_start"] == Sent(5, size // 2)
     found = sent(gpt_program(2, 3, fz.shard_params(), fz.mixed_precision("bf16", reduce="bf16")))
-    assert found["all_gather_start"].bytes == (size - 2 * NUM_ONCE) // 2 and found["reduce_scatter_start"].bytes == size // 4
+    assert (
+        found["all_gather_start"].bytes == (size - 2 * NUM_ONCE) // 2
+        and found["reduce_scatter_start"].bytes == size // 4
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -170,7 +191,9 @@ def test_zero_1_and_2_scatter_gradients_and_gather_parameters_once(accumulate):
 def test_data_parallel_reduces_each_gradient_once(accumulate):
     found = sent(gpt_program(4, 2, fz.data_parallel(), fz.accumulate(accumulate)))
     assert set(found) == {"all_reduce_start"}
-    assert found["all_reduce_start"] == Sent(4 + 1, 2 * (4 * num_params(2)) * 3 // 4 + 2 * 4 * 3 // 4)  # a reduction a block, and the loss
+    assert found["all_reduce_start"] == Sent(
+        4 + 1, 2 * (4 * num_params(2)) * 3 // 4 + 2 * 4 * 3 // 4
+    )  # a reduction a block, and the loss
 
 
 def test_the_header_says_what_is_sent():
@@ -181,7 +204,9 @@ def test_the_header_says_what_is_sent():
     assert match, head
     placed = [line for line, _ in program.walk() if line.op in TRANSFERS and line.by == "shard_params"]
     assert int(match[2]) == len(placed) == found["all_gather_start"].times + found["reduce_scatter_start"].times
-    assert float(match[1]) == pytest.approx((found["all_gather_start"].bytes + found["reduce_scatter_start"].bytes) / 1024, abs=0.06)
+    assert float(match[1]) == pytest.approx(
+        (found["all_gather_start"].bytes + found["reduce_scatter_start"].bytes) / 1024, abs=0.06
+    )
     assert f"params {4 * num_params(3) / 2 / 1024:.1f} KiB" in head
 
 
@@ -203,7 +228,13 @@ def whole_leaf(lr: float = 0.05) -> optim.GradientTransformation:
 
     def leaf(g, p):
         up = torch.cos(g)  # 1 on padding
-        scale = up.mean() + up.max() + torch.exp(g).sum() / g.numel() + (g - 1.0).abs().min() + torch.linalg.vector_norm(g + 2.0) / g.numel()
+        scale = (
+            up.mean()
+            + up.max()
+            + torch.exp(g).sum() / g.numel()
+            + (g - 1.0).abs().min()
+            + torch.linalg.vector_norm(g + 2.0) / g.numel()
+        )
         scale = (
             scale
             + torch.linalg.vector_norm(g + 0.5, ord=1) / g.numel()
@@ -211,10 +242,17 @@ def whole_leaf(lr: float = 0.05) -> optim.GradientTransformation:
             + (p * p + 3.0).amin()
             + (p - 5.0).amax()
         )
-        scale = scale + torch.where((g + 1.0 > 0).all(), 0.25, 0.0) + torch.where((g < -0.9).any(), 0.125, 0.0) + torch.sigmoid(p).norm()
+        scale = (
+            scale
+            + torch.where((g + 1.0 > 0).all(), 0.25, 0.0)
+            + torch.where((g < -0.9).any(), 0.125, 0.0)
+            + torch.sigmoid(p).norm()
+        )
         return -lr * g * scale - lr * 0.1 * p / (1.0 + p.abs().max())
 
-    return optim.GradientTransformation(lambda params: (), lambda grads, state, params: (fz.tree.map(leaf, grads, params), state))
+    return optim.GradientTransformation(
+        lambda params: (), lambda grads, state, params: (fz.tree.map(leaf, grads, params), state)
+    )
 
 
 def factored(lr: float = 0.05) -> optim.GradientTransformation:
@@ -226,7 +264,10 @@ def factored(lr: float = 0.05) -> optim.GradientTransformation:
     def update(grads, state, params):
         leaf = fz.tree.map(lambda s, g: 0.9 * s + 0.1 * (g * g).mean(), state["leaf"], grads)
         every = state["all"] * 0.9 + 0.1 * sum((g * g).sum() for g in fz.tree.leaves(grads))
-        return fz.tree.map(lambda g, s: -lr * g / (s.sqrt() + 1e-3) / (1 + every[0]), grads, leaf), {"leaf": leaf, "all": every}
+        return fz.tree.map(lambda g, s: -lr * g / (s.sqrt() + 1e-3) / (1 + every[0]), grads, leaf), {
+            "leaf": leaf,
+            "all": every,
+        }
 
     return optim.GradientTransformation(init, update)
 
@@ -239,7 +280,9 @@ def of_one_element(lr: float = 0.05) -> optim.GradientTransformation:
         along = torch.nn.functional.cosine_similarity(g.flatten() + 1, p.flatten() + 2, dim=0)
         return -lr * g * ramp * (1 + along) * (g.flatten() + 0.5).square().mean(0, keepdim=True)
 
-    return optim.GradientTransformation(lambda params: (), lambda grads, state, params: (fz.tree.map(leaf, grads, params), state))
+    return optim.GradientTransformation(
+        lambda params: (), lambda grads, state, params: (fz.tree.map(leaf, grads, params), state)
+    )
 
 
 USERS = {"adagrad": adagrad, "whole_leaf": whole_leaf, "factored": factored, "of_one_element": of_one_element}
@@ -256,7 +299,11 @@ def odd_init() -> Any:
 
 
 def odd_loss(p, batch):
-    return (torch.tanh(batch["tokens"][:, :5].float() / models.VOCAB @ p["w"] + p["b"]) * p["tiny"] + p["two"].sum() - 0.3).pow(2).mean()
+    return (
+        (torch.tanh(batch["tokens"][:, :5].float() / models.VOCAB @ p["w"] + p["b"]) * p["tiny"] + p["two"].sum() - 0.3)
+        .pow(2)
+        .mean()
+    )
 
 
 def run_user(name: str, stage: int, where: Any = None, num_steps: int = 4) -> Any:
@@ -281,7 +328,9 @@ def test_a_users_optimizer_shards(run_ranks, num_ranks, name):
         for got, got_norms in run_ranks(num_ranks, run_user, name, stage):
             torch.testing.assert_close(got_norms, torch.stack(norms), rtol=1e-5, atol=0)
             for path, a, b in zip(fz.tree.paths(state), fz.tree.leaves(got), fz.tree.leaves(state), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, stage=stage, path=path: f"stage {stage} {path}: {m}")
+                torch.testing.assert_close(
+                    a, b, rtol=1e-5, atol=1e-6, msg=lambda m, stage=stage, path=path: f"stage {stage} {path}: {m}"
+                )
 
 
 CANNOT = {
@@ -295,7 +344,9 @@ CANNOT = {
 
 
 def cannot(fn: Any) -> optim.GradientTransformation:
-    return optim.GradientTransformation(lambda params: (), lambda grads, state, params: (fz.tree.map(lambda g: -0.1 * fn(g), grads), state))
+    return optim.GradientTransformation(
+        lambda params: (), lambda grads, state, params: (fz.tree.map(lambda g: -0.1 * fn(g), grads), state)
+    )
 
 
 @pytest.mark.parametrize("operation", CANNOT)
@@ -305,7 +356,13 @@ def test_an_optimizer_that_cannot_shard_names_operation_and_leaf(operation):
     with pytest.raises(FzeroTypeError) as raised:
         fz.lower(fz.shard_params(step), fz.AbstractMesh(data=2), params, batch)
     text = str(raised.value)
-    assert f"aten.{operation}" in text and "params['w']" in text and "test_transforms.py:" in text and "where=" in text and "Fix:" in text
+    assert (
+        f"aten.{operation}" in text
+        and "params['w']" in text
+        and "test_transforms.py:" in text
+        and "where=" in text
+        and "Fix:" in text
+    )
     if operation in ("cumsum", "sort", "std"):
         assert "['b']" in text  # every leaf that fails is listed
     else:

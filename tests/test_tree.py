@@ -153,7 +153,9 @@ def raising(*args):
     raise ValueError("of its own")
 
 
-@pytest.mark.parametrize("other", [{"a": 1, "c": 2}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, [1, 2]], ids=["names", "fewer", "more", "kind"])
+@pytest.mark.parametrize(
+    "other", [{"a": 1, "c": 2}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, [1, 2]], ids=["names", "fewer", "more", "kind"]
+)
 @pytest.mark.parametrize("function", [tree.map, tree.map_with_path])
 def test_trees_of_different_structure_do_not_map_together(function, other):
     with pytest.raises(FzeroValueError, match=r"fzero.tree.map.*: the trees differ in structure\n(.*\n)+Fix: "):

@@ -1,4 +1,5 @@
-"""Trees of every shape through the whole machine: parameters and batches as users have them, whole on 2 ranks and as shards on 1 and on 3."""
+"""Trees of every shape through the whole machine: parameters and batches as users have them, whole on 2 ranks and as
+shards on 1 and on 3."""
 
 from __future__ import annotations
 
@@ -134,19 +135,46 @@ def w_only(path: str, leaf: torch.Tensor) -> bool:
 
 CASES = {
     "tied": Case(tied_params, tied_loss, rows),
-    "unused": Case(lambda: {"used": rand(4, 4), "also": rand(4), "never": rand(5, 3), "nor": [rand(2)]}, unused_loss, rows),
-    "frozen": Case(lambda: {"layers": [{"w": rand(4, 4, seed=i), "b": rand(4, seed=i)} for i in range(3)], "gain": rand(4)}, frozen_loss, rows, w_only),
+    "unused": Case(
+        lambda: {"used": rand(4, 4), "also": rand(4), "never": rand(5, 3), "nor": [rand(2)]}, unused_loss, rows
+    ),
+    "frozen": Case(
+        lambda: {"layers": [{"w": rand(4, 4, seed=i), "b": rand(4, seed=i)} for i in range(3)], "gain": rand(4)},
+        frozen_loss,
+        rows,
+        w_only,
+    ),
     "tied and frozen": Case(tied_params, tied_loss, rows, lambda path, leaf: path != "params['z'][1]['w']"),
     "scalars": Case(
-        lambda: {"gain": torch.tensor(0.7), "shift": torch.tensor(0.1), "deep": {"temperature": torch.tensor(-0.2)}, "one": torch.tensor([0.3])},
+        lambda: {
+            "gain": torch.tensor(0.7),
+            "shift": torch.tensor(0.1),
+            "deep": {"temperature": torch.tensor(-0.2)},
+            "one": torch.tensor([0.3]),
+        },
         scalar_loss,
         rows,
     ),
-    "odd": Case(lambda: {"seven": rand(7), "two": rand(2), "one": rand(1), "w": rand(7, 5), "empty": torch.zeros(0, 3)}, odd_loss, rows),
-    "integers": Case(
-        lambda: {"order": torch.tensor([2, 0, 3, 1]), "table": rand(4), "w": rand(4, 3), "flags": torch.tensor([True, False, True])}, integer_loss, rows
+    "odd": Case(
+        lambda: {"seven": rand(7), "two": rand(2), "one": rand(1), "w": rand(7, 5), "empty": torch.zeros(0, 3)},
+        odd_loss,
+        rows,
     ),
-    "containers": Case(lambda: Pair({"first": Dense(rand(4, 5), rand(5))}, [Dense(rand(5, 3), None, {}), None, (rand(3),)]), containers_loss, rows),
+    "integers": Case(
+        lambda: {
+            "order": torch.tensor([2, 0, 3, 1]),
+            "table": rand(4),
+            "w": rand(4, 3),
+            "flags": torch.tensor([True, False, True]),
+        },
+        integer_loss,
+        rows,
+    ),
+    "containers": Case(
+        lambda: Pair({"first": Dense(rand(4, 5), rand(5))}, [Dense(rand(5, 3), None, {}), None, (rand(3),)]),
+        containers_loss,
+        rows,
+    ),
     "dtypes": Case(lambda: {"double": rand(4, 3).double(), "single": rand(3)}, dtypes_loss, rows),
     "insertion order": Case(lambda: {"c": rand(3, seed=1), "a": rand(4, 3), "b": rand(3, seed=2)}, order_loss, rows),
     "strides": Case(strided_params, strided_loss, strided_batch),
@@ -164,7 +192,9 @@ def run_trees(names: list[str], stage: int) -> list[Any]:
 
 
 def run_tree(mesh: fz.Mesh, case: Case, stage: int) -> Any:
-    train = fz.compile(STAGES[stage](fz.train_step(case.loss, optimizer(), trainable=case.trainable)), mesh, backend="eager")
+    train = fz.compile(
+        STAGES[stage](fz.train_step(case.loss, optimizer(), trainable=case.trainable)), mesh, backend="eager"
+    )
     state = train.init(case.make())
     resting = [tuple(x.shape) for x in fz.tree.leaves(state.params)]
     losses = []
@@ -189,7 +219,9 @@ def run_plain(case: Case) -> Any:
     return torch.stack(losses), state
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 0), (3, 3)])  # one rank has nothing to shard, and what a rank rests is of 3 the harder
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"), [(1, 3), (2, 0), (3, 3)]
+)  # one rank has nothing to shard, and what a rank rests is of 3 the harder
 def test_any_tree(run_ranks, num_ranks, stage):
     names = list(CASES)
     for results in run_ranks(num_ranks, run_trees, names, stage):
@@ -198,7 +230,9 @@ def test_any_tree(run_ranks, num_ranks, stage):
             torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
             assert fz.tree.paths(whole) == fz.tree.paths(state), name
             for path, a, b in zip(fz.tree.paths(state), fz.tree.leaves(whole), fz.tree.leaves(state), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, name=name, path=path: f"{name} {path}: {m}")
+                torch.testing.assert_close(
+                    a, b, rtol=1e-5, atol=1e-6, msg=lambda m, name=name, path=path: f"{name} {path}: {m}"
+                )
             assert ties == whole_ties == _ties(state.params) == _ties(CASES[name].make()), name
             for shape, leaf in zip(resting, fz.tree.leaves(state.params), strict=True):
                 sharded = stage == 3 and num_ranks > 1 and leaf.numel() >= num_ranks
@@ -210,7 +244,9 @@ def test_the_gradient_of_a_tied_leaf_is_the_sum_over_its_places():
     state, _ = step(step.init(params), rows(0))
     shared = params["a"].clone().requires_grad_()
     inner = params["z"][0]["b"].clone().requires_grad_()
-    tied_loss({"a": shared, "z": [{"w": shared, "b": inner}, {"w": params["z"][1]["w"], "b": inner}]}, rows(0)).backward()
+    tied_loss(
+        {"a": shared, "z": [{"w": shared, "b": inner}, {"w": params["z"][1]["w"], "b": inner}]}, rows(0)
+    ).backward()
     torch.testing.assert_close(state.params["a"], (shared - shared.grad).detach())
     torch.testing.assert_close(state.params["z"][1]["b"], (inner - inner.grad).detach())
     assert state.params["a"] is state.params["z"][0]["w"]
@@ -223,16 +259,26 @@ def test_a_frozen_leaf_has_no_state_and_does_not_move():
     params = case.make()
     state = train.init(params)
     moments = [p for p in fz.tree.paths(state.opt_state) if p.endswith(("['w']", "['b']", "['gain']"))]
-    assert len(moments) == 2 and all(p.endswith("['layers'][1]['w']") for p in moments)  # mu and nu of the one trained leaf
+    assert len(moments) == 2 and all(
+        p.endswith("['layers'][1]['w']") for p in moments
+    )  # mu and nu of the one trained leaf
     state, _ = train(state, rows(0))
-    moved = [p for p, a, b in zip(fz.tree.paths(params), fz.tree.leaves(params), fz.tree.leaves(state.params), strict=True) if not torch.equal(a, b)]
+    moved = [
+        p
+        for p, a, b in zip(fz.tree.paths(params), fz.tree.leaves(params), fz.tree.leaves(state.params), strict=True)
+        if not torch.equal(a, b)
+    ]
     assert moved == ["['layers'][1]['w']"]
     assert not [line for line in str(train.program).splitlines() if "d_layers_0_w" in line]
 
 
 def test_insertion_order_does_not_matter():
     lowered = [
-        str(fz.lower(fz.shard_params(fz.train_step(order_loss, optimizer())), fz.AbstractMesh(data=2), params, rows(0)).program)
+        str(
+            fz.lower(
+                fz.shard_params(fz.train_step(order_loss, optimizer())), fz.AbstractMesh(data=2), params, rows(0)
+            ).program
+        )
         for params in ({"c": rand(3), "a": rand(4, 3), "b": rand(3)}, {"a": rand(4, 3), "b": rand(3), "c": rand(3)})
     ]
     assert lowered[0] == lowered[1]

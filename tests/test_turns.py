@@ -1,4 +1,5 @@
-"""Ranks that part after they have begun alike: an error on each of them that names what both sides do, long before the mesh's timeout of ten minutes."""
+"""Ranks that part after they have begun alike: an error on each of them that names what both sides do, long before the
+mesh's timeout of ten minutes."""
 
 from __future__ import annotations
 
@@ -82,7 +83,11 @@ PARTINGS: dict[str, tuple[Any, str]] = {
 
 def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     """What one rank does while the others take a step; and the errors."""
-    told, Turns.pause, compiled.LOOKED_AT_EVERY = [], 0.2, float("nan")  # never: between two calls at which ranks compare settings
+    told, Turns.pause, compiled.LOOKED_AT_EVERY = (
+        [],
+        0.2,
+        float("nan"),
+    )  # never: between two calls at which ranks compare settings
     for case in cases:
         run = Run(folder, **kwargs)
         run.mesh.store.set(f"ready/{run.mesh.rank}", "")
@@ -106,18 +111,26 @@ def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     ],
     ids=["shared memory", "process groups", "three ranks"],
 )
-def test_ranks_that_part_name_both_sides(run_ranks: Any, tmp_path: Path, ranks: int, cases: list[str], kwargs: dict[str, Any]) -> None:
+def test_ranks_that_part_name_both_sides(
+    run_ranks: Any, tmp_path: Path, ranks: int, cases: list[str], kwargs: dict[str, Any]
+) -> None:
     for rank, told in enumerate(run_ranks(ranks, _part, str(tmp_path), cases, kwargs)):
         for case, text in zip(cases, told, strict=True):
             if case == "leaving" and rank == 1:
                 assert text == ""
                 continue
-            assert ("another rank has left" if case == "leaving" else "different") in text.splitlines()[0] and text.splitlines()[-1].startswith("Fix: "), (
+            assert ("another rank has left" if case == "leaving" else "different") in text.splitlines()[
+                0
+            ] and text.splitlines()[-1].startswith("Fix: "), (
                 case,
                 rank,
                 text,
             )
-            assert any(line.startswith("  rank 1") and PARTINGS[case][1] in line for line in text.splitlines()), (case, rank, text)
+            assert any(line.startswith("  rank 1") and PARTINGS[case][1] in line for line in text.splitlines()), (
+                case,
+                rank,
+                text,
+            )
             assert any(line.startswith(f"  rank {rank}: ") for line in text.splitlines()), (case, rank, text)
 
 

@@ -1,4 +1,5 @@
-"""Parameters that the loss does not use have no gradient: they keep their values, as those whose `.grad` is None do in torch.optim."""
+"""Parameters that the loss does not use have no gradient: they keep their values, as those whose `.grad` is None do in
+torch.optim."""
 
 from __future__ import annotations
 
@@ -10,12 +11,20 @@ import torch
 import fzero as fz
 from fzero import optim
 
-PARAMS = {"used": torch.arange(6.0).reshape(2, 3), "head": torch.ones(4, 2), "pooler": {"w": torch.full((3, 2), 2.0), "b": torch.ones(5)}}
+PARAMS = {
+    "used": torch.arange(6.0).reshape(2, 3),
+    "head": torch.ones(4, 2),
+    "pooler": {"w": torch.full((3, 2), 2.0), "b": torch.ones(5)},
+}
 BATCH = torch.linspace(-1, 1, 12).reshape(6, 2)
 
 
 def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-    return fz.block(lambda p, x: (x @ p["used"]).tanh())({"used": params["used"], "head": params["head"]}, x).square().mean()
+    return (
+        fz.block(lambda p, x: (x @ p["used"]).tanh())({"used": params["used"], "head": params["head"]}, x)
+        .square()
+        .mean()
+    )
 
 
 def by_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> dict[str, torch.Tensor]:
@@ -30,7 +39,11 @@ def by_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> dict[str
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (optim.adamw(0.1, weight_decay=0.3), torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3}),
-    "sgd": (optim.sgd(0.1, momentum=0.9, weight_decay=0.3), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}),
+    "sgd": (
+        optim.sgd(0.1, momentum=0.9, weight_decay=0.3),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3},
+    ),
 }
 STEPS: dict[str, Any] = {
     "plain": lambda step: step,
@@ -53,18 +66,26 @@ def test_they_are_as_torch_leaves_them(case: str) -> None:
         got = dict(zip(fz.tree.names(state.params), fz.tree.leaves(state.params), strict=True))
         assert all(torch.equal(got[n].float(), x) for n, x in want.items() if n != "used"), name
         if name != "fp16":  # which skips steps, until its scale is right
-            assert torch.allclose(got["used"].float(), want["used"], atol=0.03 if name in ("bf16", "rounded") else 1e-5), name
+            assert torch.allclose(
+                got["used"].float(), want["used"], atol=0.03 if name in ("bf16", "rounded") else 1e-5
+            ), name
     step = fz.train_step(loss, optimizer)
     state = step.init(PARAMS)
     for _ in range(3):
         state, _ = step(state, BATCH)
-    assert torch.allclose(state.params["used"], want["used"]) and torch.equal(state.params["pooler"]["w"], want["pooler.w"])
+    assert torch.allclose(state.params["used"], want["used"]) and torch.equal(
+        state.params["pooler"]["w"], want["pooler.w"]
+    )
 
 
 def on_shards() -> list[torch.Tensor]:
     mesh = fz.make_mesh()
     out = []
-    for transform in (fz.shard_params(), fz.shard_opt_state(), fz.compose(fz.shard_grads(), fz.accumulate(3, vertical=True), fz.remat("full"))):
+    for transform in (
+        fz.shard_params(),
+        fz.shard_opt_state(),
+        fz.compose(fz.shard_grads(), fz.accumulate(3, vertical=True), fz.remat("full")),
+    ):
         train = fz.compile(transform(fz.train_step(loss, CASES["adamw"][0])), mesh, backend="eager")
         state = train.init(PARAMS)
         for _ in range(3):

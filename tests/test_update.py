@@ -1,4 +1,5 @@
-"""The update cut into functions: optimizers whose state keeps, exchanges or shares values, and that no function is made twice."""
+"""The update cut into functions: optimizers whose state keeps, exchanges or shares values, and that no function is made
+twice."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def keeps_the_last_gradients() -> optim.GradientTransformation:
         return {"before": zeros(params), "last": zeros(params)}
 
     def step(grads: Any, state: Any, params: Any = None) -> Any:
-        return fz.tree.map(lambda g, b: -0.1 * g - 0.01 * b, grads, state["before"]), {"before": state["last"], "last": grads}
+        return fz.tree.map(lambda g, b: -0.1 * g - 0.01 * b, grads, state["before"]), {
+            "before": state["last"],
+            "last": grads,
+        }
 
     return optim.GradientTransformation(init, step)
 
@@ -41,7 +45,10 @@ def keeps_the_last_norms() -> optim.GradientTransformation:
         return {"a_last": torch.zeros(()), "before": torch.zeros(())}
 
     def step(grads: Any, state: Any, params: Any = None) -> Any:
-        return fz.tree.map(lambda g: -0.1 * g - state["before"], grads), {"a_last": optim.global_norm(grads), "before": state["a_last"]}
+        return fz.tree.map(lambda g: -0.1 * g - state["before"], grads), {
+            "a_last": optim.global_norm(grads),
+            "before": state["a_last"],
+        }
 
     return optim.GradientTransformation(init, step)
 
@@ -68,7 +75,11 @@ def makes_one_value_twice() -> optim.GradientTransformation:
 
 
 @pytest.mark.parametrize("transform", [lambda step: step, fz.shard_params], ids=["whole", "sharded"])
-@pytest.mark.parametrize("make", [keeps_the_last_gradients, keeps_the_last_norms, exchanges_two_leaves, makes_one_value_twice], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [keeps_the_last_gradients, keeps_the_last_norms, exchanges_two_leaves, makes_one_value_twice],
+    ids=lambda f: f.__name__,
+)
 def test_states_that_move(make: Callable[[], Any], transform: Any) -> None:
     """Leaves are overwritten one after another; the new values are those of before any was."""
     step = transform(fz.train_step(loss_fn, make()))
@@ -93,18 +104,26 @@ def test_alike_blocks_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().extract(names)
 
     monkeypatch.setattr(cut_update, "Part", Counted)
-    step = fz.shard_params(fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))))
+    step = fz.shard_params(
+        fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
+    )
     counts = []
     for layers in (2, 8):
         extracted.clear()
-        fz.lower(step, fz.AbstractMesh(data=2), meta(models.gpt_init(fz.random.key(0), layers=layers)), meta_part(batches(1)[0], 2))
+        fz.lower(
+            step,
+            fz.AbstractMesh(data=2),
+            meta(models.gpt_init(fz.random.key(0), layers=layers)),
+            meta_part(batches(1)[0], 2),
+        )
         counts.append(len(extracted))
     assert counts[0] == counts[1] > 2
 
 
 @pytest.mark.parametrize("transform", [fz.data_parallel, fz.shard_params])
 def test_an_optimizer_may_hand_its_state_back_as_it_came(transform: Any) -> None:
-    """Averages that are fixed from some step on, a schedule of one's own: a leaf of the state that no step changes is not written."""
+    """Averages that are fixed from some step on, a schedule of one's own: a leaf of the state that no step changes is
+    not written."""
 
     def init(params: Any) -> Any:
         return {"mu": fz.tree.map(torch.ones_like, params)}

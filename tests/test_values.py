@@ -1,4 +1,5 @@
-"""What a trace asks of tensors' values: those of literals are known, conditions to raise become NaN, and whatever else is asked is refused, with who asks."""
+"""What a trace asks of tensors' values: those of literals are known, conditions to raise become NaN, and whatever else
+is asked is refused, with who asks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ def masks(p: Any, x: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(8)
     rows[1:4] = 1  # in place, through a view
     i, j = torch.nonzero(upper, as_tuple=True)
-    return torch.cat([y[upper], y.masked_select(~upper), y[:, torch.tensor([True, False, True, False])].flatten(), y[rows > 0].flatten(), y[i, j]])
+    return torch.cat(
+        [
+            y[upper],
+            y.masked_select(~upper),
+            y[:, torch.tensor([True, False, True, False])].flatten(),
+            y[rows > 0].flatten(),
+            y[i, j],
+        ]
+    )
 
 
 def numbers(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -48,15 +57,25 @@ def statistics(p: Any, x: torch.Tensor) -> torch.Tensor:
 def likelihoods(p: Any, x: torch.Tensor) -> torch.Tensor:
     y, of = torch.tanh(x @ p["w"]), torch.distributions
     total = of.Normal(y, F.softplus(y)).log_prob(x).mean() + of.Categorical(logits=y).log_prob(torch.zeros(8)).mean()
-    total = total + of.kl_divergence(of.Gamma(y.exp(), 1.0), of.Gamma(2.0, 1.0)).mean() + of.Dirichlet(y.exp()).log_prob(x.softmax(-1)).mean()
-    return total + F.gaussian_nll_loss(y, x, y.square() + 0.5) + nn.GaussianNLLLoss(full=True, reduction="sum")(y[0], x[0], torch.ones(1))
+    total = (
+        total
+        + of.kl_divergence(of.Gamma(y.exp(), 1.0), of.Gamma(2.0, 1.0)).mean()
+        + of.Dirichlet(y.exp()).log_prob(x.softmax(-1)).mean()
+    )
+    return (
+        total
+        + F.gaussian_nll_loss(y, x, y.square() + 0.5)
+        + nn.GaussianNLLLoss(full=True, reduction="sum")(y[0], x[0], torch.ones(1))
+    )
 
 
 def in_evaluation(p: Any, x: torch.Tensor) -> torch.Tensor:
     return F.rrelu(x @ p["w"], training=False) + F.dropout(x @ p["w"], 0.5, training=False)
 
 
-@pytest.mark.parametrize("fn", [masks, numbers, statistics, likelihoods, asserted, in_evaluation], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [masks, numbers, statistics, likelihoods, asserted, in_evaluation], ids=lambda fn: fn.__name__
+)
 def test_trains_as_pytorch(fn):
     trains_as_pytorch(fn, W, X)
 
@@ -67,7 +86,9 @@ def negative_variance(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def no_scale(p: Any, x: torch.Tensor) -> torch.Tensor:
     scale = x @ p["w"]
-    return torch.distributions.Normal(scale, scale, validate_args=True).log_prob(x)  # whatever another test made the default
+    return torch.distributions.Normal(scale, scale, validate_args=True).log_prob(
+        x
+    )  # whatever another test made the default
 
 
 def singular(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -79,13 +100,19 @@ def indefinite(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(torch.stack([y.T @ y + torch.eye(4), y.T @ y - 3 * torch.eye(4)]))
 
 
-@pytest.mark.parametrize("fn", [negative_variance, no_scale, an_assertion, singular, indefinite], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [negative_variance, no_scale, an_assertion, singular, indefinite], ids=lambda fn: fn.__name__
+)
 def test_where_pytorch_raises_a_program_is_not_finite(fn):
     w = W["w"].clone().requires_grad_()
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
         fn({"w": w}, X)
     for f in (fn, fz.block(fn)):
-        train = fz.compile(fz.train_step(lambda p, x, f=f: f(p, x).square().mean(), optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        train = fz.compile(
+            fz.train_step(lambda p, x, f=f: f(p, x).square().mean(), optim.sgd(0.1)),
+            fz.make_mesh(data=1),
+            backend="eager",
+        )
         state, metrics = train(train.init(W), X)
         assert metrics["loss"].isnan() and not metrics["finite"] and state.params["w"].isnan().any()
         evaluate = fz.compile(fz.eval_step(f), fz.make_mesh(data=1), backend="eager")
@@ -121,7 +148,11 @@ def caught(p: Any, x: torch.Tensor) -> Any:
 
 def cumulative_average(p: Any, x: torch.Tensor) -> Any:
     norm = nn.BatchNorm1d(4, momentum=None)
-    given = {"running_mean": p["mean"].clone(), "running_var": p["var"].clone(), "num_batches_tracked": p["rows"][0, 0].long()}
+    given = {
+        "running_mean": p["mean"].clone(),
+        "running_var": p["var"].clone(),
+        "num_batches_tracked": p["rows"][0, 0].long(),
+    }
     return torch.func.functional_call(norm, {"weight": p["w"][0], "bias": p["w"][1], **given}, (x @ p["w"],))
 
 
@@ -139,10 +170,18 @@ def replaced(p: Any, x: torch.Tensor) -> Any:
 REFUSED: dict[Callable[..., Any], tuple[str, ...]] = {
     either_way: ("needs the value", "if (y > 0).all():"),
     caught: ("needs the value", "if (y > 0).any():"),
-    cumulative_average: ("return torch.func.functional_call(", "asked by ", "batchnorm.py:", "float(self.num_batches_tracked)", "momentum=0.1"),
+    cumulative_average: (
+        "return torch.func.functional_call(",
+        "asked by ",
+        "batchnorm.py:",
+        "float(self.num_batches_tracked)",
+        "momentum=0.1",
+    ),
     written_from_data: ("for a shape", "[rows > 0]"),
     lambda p, x: torch.linalg.lstsq(x, x @ p["w"]).solution: ("torch.linalg.lstsq(", "torch.linalg.pinv(a) @ b"),
-    lambda p, x: nn.utils.rnn.pack_padded_sequence((x @ p["w"]).view(2, 4, 4), [4, 2], batch_first=True).data: ("padded sequences, and mask",),
+    lambda p, x: nn.utils.rnn.pack_padded_sequence((x @ p["w"]).view(2, 4, 4), [4, 2], batch_first=True).data: (
+        "padded sequences, and mask",
+    ),
     replaced: ("whose memory was replaced", "set_ here: ", "x.copy_(y)"),
 }
 
@@ -160,7 +199,12 @@ def test_the_ways_out_work():
         norm = nn.BatchNorm1d(4, momentum=0.1)
         buffers = {n: b.clone() for n, b in norm.named_buffers()}
         normed = torch.func.functional_call(norm, {"weight": p["w"][0], "bias": p["w"][1], **buffers}, (y,))
-        return [torch.linalg.pinv(x) @ y, normed, torch.where((y > 0).all(), y + 1, y), torch.where((x[:, 0] > 0)[:, None], y, 0)]
+        return [
+            torch.linalg.pinv(x) @ y,
+            normed,
+            torch.where((y > 0).all(), y + 1, y),
+            torch.where((x[:, 0] > 0)[:, None], y, 0),
+        ]
 
     trains_as_pytorch(lambda p, x: instead(p | {"n": p["n"]}, x)[p["n"].dim() :], {**W, "n": wide(1)[0]}, X)
 

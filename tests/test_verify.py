@@ -1,4 +1,5 @@
-"""The verifier finds what a broken rewrite would do: each rule is broken by hand in a lowered program, and the line is named."""
+"""The verifier finds what a broken rewrite would do: each rule is broken by hand in a lowered program, and the line is
+named."""
 
 from __future__ import annotations
 
@@ -93,8 +94,15 @@ def test_what_lowering_makes_is_right(stage3: Program, stage1: Program, looped: 
 
 def test_every_broken_rule_is_listed(stage3: Program) -> None:
     wait, last = first(stage3, op("wait")), len(stage3.lines) - 1
-    broken = with_lines(stage3, *stage3.lines[:wait], *stage3.lines[wait + 1 : last], replace(stage3.lines[last], args=("nothing", "nowhere")))
-    text = rejects(broken, "is never waited for", "nothing is read before it is made", "nowhere is read before it is made")
+    broken = with_lines(
+        stage3,
+        *stage3.lines[:wait],
+        *stage3.lines[wait + 1 : last],
+        replace(stage3.lines[last], args=("nothing", "nowhere")),
+    )
+    text = rejects(
+        broken, "is never waited for", "nothing is read before it is made", "nowhere is read before it is made"
+    )
     assert len(text.splitlines()) > 5
 
 
@@ -112,25 +120,40 @@ def test_double_wait(stage3: Program) -> None:
     at = first(stage3, op("wait"))
     wait = stage3.lines[at]
     again = replace(wait, out=tuple(replace(v, name=f"{v.name}_again") for v in wait.out))
-    rejects(changed(stage3, at, wait, again), f"{wait.args[0]} was not started, or is waited for twice", f"wait  -> {again.out[0].name}")
+    rejects(
+        changed(stage3, at, wait, again),
+        f"{wait.args[0]} was not started, or is waited for twice",
+        f"wait  -> {again.out[0].name}",
+    )
 
 
 def test_wait_for_what_was_not_started(stage3: Program) -> None:
     at = first(stage3, op("wait"))
-    rejects(changed(stage3, at, replace(stage3.lines[at], args=("params['scale']",))), "params['scale'] was not started")
+    rejects(
+        changed(stage3, at, replace(stage3.lines[at], args=("params['scale']",))), "params['scale'] was not started"
+    )
 
 
 def test_read_while_moving(stage3: Program) -> None:
     at = first(stage3, op("all_gather_start"))
     handle = stage3.lines[at].out[0]
-    read = Line("cast", (handle.name,), (replace(handle, name="early", placement=Placement()),), attrs={"dtype": handle.dtype})
+    read = Line(
+        "cast", (handle.name,), (replace(handle, name="early", placement=Placement()),), attrs={"dtype": handle.dtype}
+    )
     rejects(changed(stage3, at, stage3.lines[at], read), "cast  -> early", f"{handle.name} is still moving")
 
 
 def test_gathered_values_before_their_wait(stage3: Program) -> None:
     at = first(stage3, is_block)
-    wait = first(stage3, lambda line: line.op == "wait" and bool({v.name for v in line.out} & set(stage3.lines[at].args)))
-    late = with_lines(stage3, *(x for i, x in enumerate(stage3.lines[: at + 1]) if i != wait), stage3.lines[wait], *stage3.lines[at + 1 :])
+    wait = first(
+        stage3, lambda line: line.op == "wait" and bool({v.name for v in line.out} & set(stage3.lines[at].args))
+    )
+    late = with_lines(
+        stage3,
+        *(x for i, x in enumerate(stage3.lines[: at + 1]) if i != wait),
+        stage3.lines[wait],
+        *stage3.lines[at + 1 :],
+    )
     rejects(late, f"call {stage3.lines[at].fn} -> {stage3.lines[at].out[0].name}", "is read before it is made")
 
 
@@ -138,7 +161,11 @@ def test_wait_that_hands_back_something_else(stage3: Program) -> None:
     at = first(stage3, op("wait"))
     wait = stage3.lines[at]
     for out in (replace(wait.out[0], dtype=torch.float16), replace(wait.out[0], shape=(7,))):
-        rejects(changed(stage3, at, replace(wait, out=(out, *wait.out[1:]))), f"wait  -> {out.name}", "other shapes or dtypes")
+        rejects(
+            changed(stage3, at, replace(wait, out=(out, *wait.out[1:]))),
+            f"wait  -> {out.name}",
+            "other shapes or dtypes",
+        )
 
 
 def test_wait_that_hands_back_another_placement(stage3: Program) -> None:
@@ -178,7 +205,9 @@ def test_a_leaf_made_again(stage3: Program) -> None:
 def test_what_a_loop_makes_stays_in_it(looped: Program) -> None:
     loop = looped.lines[first(looped, op("loop"))]
     inner = next(line.out[0] for line in loop.body if is_block(line))
-    copy = Line("cast", (inner.name,), (replace(inner, name="leaked", placement=Placement()),), attrs={"dtype": inner.dtype})
+    copy = Line(
+        "cast", (inner.name,), (replace(inner, name="leaked", placement=Placement()),), attrs={"dtype": inner.dtype}
+    )
     rejects(with_lines(looped, *looped.lines, copy), "cast  -> leaked", f"{inner.name} is read before it is made")
 
 
@@ -200,7 +229,10 @@ def test_unknown_function(stage3: Program) -> None:
 def test_wrong_number_of_arguments(stage3: Program) -> None:
     at = first(stage3, is_block)
     line = stage3.lines[at]
-    rejects(changed(stage3, at, replace(line, args=line.args[:-1])), f"{line.fn} takes {len(line.args)} arguments, gets {len(line.args) - 1}")
+    rejects(
+        changed(stage3, at, replace(line, args=line.args[:-1])),
+        f"{line.fn} takes {len(line.args)} arguments, gets {len(line.args) - 1}",
+    )
 
 
 def test_wrong_number_of_results(stage3: Program) -> None:
@@ -217,7 +249,11 @@ def test_arguments_of_other_shapes_and_dtypes(stage3: Program) -> None:
     swapped = replace(line, args=tuple(reversed(line.args)))
     rejects(changed(stage3, at, swapped), f"{line.fn} takes float32[")
     for out in (replace(line.out[0], dtype=torch.float64), replace(line.out[0], shape=(5, 4))):
-        rejects(changed(stage3, at, replace(line, out=(out, *line.out[1:]))), f"{line.fn} returns float32[", f"{out.name} is")
+        rejects(
+            changed(stage3, at, replace(line, out=(out, *line.out[1:]))),
+            f"{line.fn} returns float32[",
+            f"{out.name} is",
+        )
 
 
 def test_a_block_gets_whole_values(stage3: Program) -> None:
@@ -226,7 +262,8 @@ def test_a_block_gets_whole_values(stage3: Program) -> None:
     names = [v.name for w in stage3.lines[:at] if w.op == "wait" for v in w.out if v.name in line.args]
     leaf = next(n for n in stage3.leaves if n.startswith("params['layers'][0]"))
     rejects(
-        changed(stage3, at, replace(line, args=tuple(leaf if a == names[0] else a for a in line.args))), f"{leaf} is shard(data), a block takes whole values"
+        changed(stage3, at, replace(line, args=tuple(leaf if a == names[0] else a for a in line.args))),
+        f"{leaf} is shard(data), a block takes whole values",
     )
 
 
@@ -250,7 +287,10 @@ def test_what_is_computed_from_a_local_value_is_not_whole(stage3: Program) -> No
 def test_casts(stage3: Program) -> None:
     source = stage3.lines[first(stage3, is_block)].out[0]
     at = first(stage3, is_block) + 1
-    for out, dtype in ((replace(source, name="c"), torch.bfloat16), (replace(source, name="c", dtype=torch.bfloat16, shape=(1,)), torch.bfloat16)):
+    for out, dtype in (
+        (replace(source, name="c"), torch.bfloat16),
+        (replace(source, name="c", dtype=torch.bfloat16, shape=(1,)), torch.bfloat16),
+    ):
         cast = Line("cast", (source.name,), (out,), attrs={"dtype": dtype})
         rejects(with_lines(stage3, *stage3.lines[:at], cast, *stage3.lines[at:]), "cast  -> c", "becomes")
 
@@ -270,7 +310,9 @@ def test_gather_of_a_whole_value(stage1: Program) -> None:
     at = first(stage1, op("all_gather_start"))
     line = stage1.lines[at]
     rejects(
-        changed(stage1, at, replace(line, args=("params['scale']", *line.args[1:]))), f"all_gather_start  -> {line.out[0].name}", "params['scale'] is whole"
+        changed(stage1, at, replace(line, args=("params['scale']", *line.args[1:]))),
+        f"all_gather_start  -> {line.out[0].name}",
+        "params['scale'] is whole",
     )
 
 
@@ -278,15 +320,26 @@ def test_gather_of_a_local_value(stage3: Program) -> None:
     at = first(stage3, is_block) + 1
     local = stage3.lines[at - 1].out[0]
     handle, out = Value("g", (), torch.uint8, MOVING), replace(local, name="all_of_it", placement=Placement())
-    lines = (Line("all_gather_start", (local.name,), (handle,), attrs={"axes": ("data",)}), Line("wait", ("g",), (out,)))
-    rejects(with_lines(stage3, *stage3.lines[:at], *lines, *stage3.lines[at:]), "all_gather_start  -> g", f"{local.name} is local(data)")
+    lines = (
+        Line("all_gather_start", (local.name,), (handle,), attrs={"axes": ("data",)}),
+        Line("wait", ("g",), (out,)),
+    )
+    rejects(
+        with_lines(stage3, *stage3.lines[:at], *lines, *stage3.lines[at:]),
+        "all_gather_start  -> g",
+        f"{local.name} is local(data)",
+    )
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter_start", "all_reduce_start"])
 def test_reduction_of_what_is_no_summand(stage1: Program, kind: str) -> None:
     at = first(stage1, op(kind))
     line = stage1.lines[at]
-    rejects(changed(stage1, at, replace(line, args=("params['scale']",))), f"{kind}  -> {line.out[0].name}", "params['scale'] is whole")
+    rejects(
+        changed(stage1, at, replace(line, args=("params['scale']",))),
+        f"{kind}  -> {line.out[0].name}",
+        "params['scale'] is whole",
+    )
 
 
 def test_reduction_that_the_optimizer_makes_of_no_summand(stage3: Program) -> None:
@@ -345,7 +398,10 @@ def test_an_output_is_not_a_buffer_that_was_overwritten(stage1: Program) -> None
 def test_writes_of_other_things(stage3: Program) -> None:
     at = first(stage3, is_update)
     line = stage3.lines[at]
-    rejects(changed(stage3, at, replace(line, writes=("batch", *line.writes[1:]))), "batch is written, but is not a leaf of the state")
+    rejects(
+        changed(stage3, at, replace(line, writes=("batch", *line.writes[1:]))),
+        "batch is written, but is not a leaf of the state",
+    )
     rejects(changed(stage3, at, replace(line, writes=("nowhere",))), "writes nowhere, which does not exist")
 
 
@@ -376,7 +432,11 @@ def test_a_parameter_is_not_gathered_after_its_update(stage3: Program) -> None:
     """A gather that slips behind the update would read tomorrow's parameters."""
     gather = stage3.lines[first(stage3, op("all_gather_start"))]
     again = replace(gather, out=(replace(gather.out[0], name="late"),))
-    waits = Line("wait", ("late",), tuple(Value(f"late_{i}", stage3.values()[a].shape, stage3.values()[a].dtype) for i, a in enumerate(again.args)))
+    waits = Line(
+        "wait",
+        ("late",),
+        tuple(Value(f"late_{i}", stage3.values()[a].shape, stage3.values()[a].dtype) for i, a in enumerate(again.args)),
+    )
     rejects(with_lines(stage3, *stage3.lines, again, waits), "all_gather_start  -> late", "has been overwritten")
 
 

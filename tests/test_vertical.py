@@ -40,7 +40,8 @@ def product(p, x, y):
 
 
 def read_twice_loss(params, batch):
-    """The gradient of `bias` is what the vjp of `doubled` reads; `bias` and `scale` are results as they are; the batch has a leaf that is not cut."""
+    """The gradient of `bias` is what the vjp of `doubled` reads; `bias` and `scale` are results as they are; the batch
+    has a leaf that is not cut."""
     y = doubled(params["first"]) + params["bias"]
     x = product(params["second"], batch["x"], y) * batch["by"]
     return x.square().mean() + 0.1 * params["scale"], {"bias": params["bias"].sum(), "scale": params["scale"]}
@@ -48,7 +49,12 @@ def read_twice_loss(params, batch):
 
 def read_twice_params() -> Any:
     w = torch.linspace(-1, 1, 20).view(5, 4)
-    return {"first": {"w": w}, "bias": w.flip(0) * 0.1, "second": {"gain": torch.tensor(1.5)}, "scale": torch.tensor(0.3)}
+    return {
+        "first": {"w": w},
+        "bias": w.flip(0) * 0.1,
+        "second": {"gain": torch.tensor(1.5)},
+        "scale": torch.tensor(0.3),
+    }
 
 
 def tied_loss(params, batch):
@@ -70,7 +76,9 @@ CASES: dict[str, Any] = {  # loss, parameters, batches, options of the step
 }
 
 
-def trained(mesh: fz.Mesh, name: str, *transforms: Any, optimizer: str = "clipped", **options: Any) -> tuple[Any, Program]:
+def trained(
+    mesh: fz.Mesh, name: str, *transforms: Any, optimizer: str = "clipped", **options: Any
+) -> tuple[Any, Program]:
     """The metrics of three steps and the gathered state, and the program."""
     loss, params, data, more = CASES[name]
     step = fz.compose(*transforms)(fz.train_step(loss, OPTIMIZERS[optimizer](), **more))
@@ -95,7 +103,9 @@ BESIDE: list[Any] = [(), (fz.mixed_precision("bf16"),), (fz.mixed_precision("bf1
 def test_the_same_bits_as_in_a_loop(name):
     mesh, which = fz.make_mesh(data=1), list(CASES).index(name)
     for num in (2 + which % 3, 2 + (which + 1) % 3):
-        more = BESIDE[(num + which) % 3]  # a model meets two of three numbers and of three transforms, which all meet elsewhere
+        more = BESIDE[
+            (num + which) % 3
+        ]  # a model meets two of three numbers and of three transforms, which all meet elsewhere
         got, program = trained(mesh, name, fz.accumulate(num, vertical=True), *more)
         want, looped = trained(mesh, name, fz.accumulate(num), *more)
         assert not any(line.op == "loop" for line in program.lines) and any(line.op == "loop" for line in looped.lines)
@@ -115,8 +125,12 @@ def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
         ("read twice", "sgd", ()),
         ("tied", "adamw", (fz.mixed_precision("bf16"),)),
     ]
-    for name, optimizer, more in cases[(TIERS.index(offload) + unified) % 2 :: 2]:  # the others on the other kind of memory
-        got, program = trained(mesh, name, fz.accumulate(3, vertical=True), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer)
+    for name, optimizer, more in cases[
+        (TIERS.index(offload) + unified) % 2 :: 2
+    ]:  # the others on the other kind of memory
+        got, program = trained(
+            mesh, name, fz.accumulate(3, vertical=True), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
+        )
         assert any(line.op in COPIES for line in program.lines)
         assert_same_bits(got, in_a_loop(name, *more, optimizer=optimizer), (name, more))
 
@@ -150,7 +164,12 @@ def apart_on_ranks(num: int) -> list[Any]:
     mesh, out = fz.make_mesh(data=-1, unified_memory=False), []
     for stage, name in APART.items():
         vertical = (STAGES[stage](), fz.accumulate(num, vertical=True))
-        out.append([trained(mesh, name, *vertical)[0], trained(mesh, name, *vertical, fz.offload("cpu", ("opt_state", "params", "activations")))[0]])
+        out.append(
+            [
+                trained(mesh, name, *vertical)[0],
+                trained(mesh, name, *vertical, fz.offload("cpu", ("opt_state", "params", "activations")))[0],
+            ]
+        )
     return out
 
 
@@ -190,7 +209,9 @@ def plain(name: str) -> Any:
 def lowered(*transforms: Any, ranks: int = 2, layers: int = 4, optimizer: str = "adamw", **mesh: Any) -> Program:
     step = fz.compose(*transforms)(fz.train_step(models.gpt_loss, OPTIMIZERS[optimizer]()))
     batch = meta_part(batches(1, size=12 * ranks)[0], ranks)
-    return fz.lower(step, fz.AbstractMesh(data=ranks, **mesh), functools.partial(models.gpt_init, layers=layers), batch).program
+    return fz.lower(
+        step, fz.AbstractMesh(data=ranks, **mesh), functools.partial(models.gpt_init, layers=layers), batch
+    ).program
 
 
 def moved(program: Program) -> dict[str, tuple[int, int]]:
@@ -203,10 +224,17 @@ def moved(program: Program) -> dict[str, tuple[int, int]]:
     return out
 
 
-@pytest.mark.parametrize(("num", "more"), [(4, ()), (2, (fz.mixed_precision("bf16"),)), (3, (fz.remat("none"),))], ids=["fp32", "bf16", "none"])
+@pytest.mark.parametrize(
+    ("num", "more"),
+    [(4, ()), (2, (fz.mixed_precision("bf16"),)), (3, (fz.remat("none"),))],
+    ids=["fp32", "bf16", "none"],
+)
 def test_parameters_and_gradients_travel_once_a_step(num, more):
     """A part of what a loop moves, and just what the step without micro-batches does."""
-    vertical, looped, once = (moved(lowered(fz.shard_params(), *t, *more)) for t in ((fz.accumulate(num, vertical=True),), (fz.accumulate(num),), ()))
+    vertical, looped, once = (
+        moved(lowered(fz.shard_params(), *t, *more))
+        for t in ((fz.accumulate(num, vertical=True),), (fz.accumulate(num),), ())
+    )
     assert vertical == once
     for op in ("all_gather_start", "reduce_scatter_start"):
         assert [num * n for n in vertical[op]] == list(looped[op])
@@ -216,11 +244,15 @@ def test_parameters_and_gradients_travel_once_a_step(num, more):
 
 @pytest.mark.parametrize(
     ("stage", "tier", "op"),
-    [(0, fz.offload("nvme", "params", path="/scratch"), "disk_read_start"), (3, fz.offload("cpu", "params"), "to_device_start")],
+    [
+        (0, fz.offload("nvme", "params", path="/scratch"), "disk_read_start"),
+        (3, fz.offload("cpu", "params"), "to_device_start"),
+    ],
     ids=["whole, on disk", "sharded, on the host"],
 )
 def test_leaves_are_fetched_once_a_step(stage, tier, op):
-    """Where a loop reads what forward and backward need once a micro-batch: the embedding and the head once, the layers twice."""
+    """Where a loop reads what forward and backward need once a micro-batch: the embedding and the head once, the layers
+    twice."""
 
     def fetched(*transforms: Any) -> tuple[int, int]:
         return moved(lowered(STAGES[stage](), tier, *transforms, unified_memory=False))[op]
@@ -237,14 +269,18 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     """Its parameters come with the first one's, a block ahead; the others' activations one micro-batch ahead."""
     monkeypatch.setattr(tiers, "SMALL", 0)
     offload = fz.offload("cpu", ("params", "activations"))
-    program = lowered(offload, fz.accumulate(4, vertical=True), fz.remat("none"), fz.data_parallel(), unified_memory=False)
+    program = lowered(
+        offload, fz.accumulate(4, vertical=True), fz.remat("none"), fz.data_parallel(), unified_memory=False
+    )
     waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
     lines = [line for line in program.lines if line.by in ("offload", "fuse") or "joint" in line.attrs]
     seen = 0
     for i, line in enumerate(lines):
         if line.op == "to_device_start" and not line.writes:
             brought = {v.name for v in waits[line.out[0].name].out}
-            reader = next((k for k, x in enumerate(lines) if "joint" in x.attrs and not brought.isdisjoint(x.args)), None)
+            reader = next(
+                (k for k, x in enumerate(lines) if "joint" in x.attrs and not brought.isdisjoint(x.args)), None
+            )
             if reader is None:  # what the update leaves on the device
                 continue
             passed = sum("joint" in x.attrs for x in lines[i:reader])
@@ -283,7 +319,10 @@ def test_a_line_and_its_repetitions_stand_together():
 def test_no_function_is_compiled_twice(stage, device):
     """What makes a total and what makes a part of it is one function, writing to places of its caller's."""
     more = (fz.mixed_precision("bf16"),) if (stage + (device == "cuda")) % 2 else ()
-    vertical, looped = (lowered(STAGES[stage](), a, *more, device_type=device) for a in (fz.accumulate(3, vertical=True), fz.accumulate(3)))
+    vertical, looped = (
+        lowered(STAGES[stage](), a, *more, device_type=device)
+        for a in (fz.accumulate(3, vertical=True), fz.accumulate(3))
+    )
     assert len(vertical.functions) <= len(looped.functions)
 
 
@@ -291,7 +330,11 @@ def whole_blocks(program: Program) -> int:
     """The most gathers alive at once: started, and with readers left."""
     last = {a: i for i, line in enumerate(program.lines) for a in line.args}
     waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
-    spans = [(i, max(last.get(v.name, i) for v in waits[line.out[0].name].out)) for i, line in enumerate(program.lines) if line.op == "all_gather_start"]
+    spans = [
+        (i, max(last.get(v.name, i) for v in waits[line.out[0].name].out))
+        for i, line in enumerate(program.lines)
+        if line.op == "all_gather_start"
+    ]
     return max(sum(a <= i <= b for a, b in spans) for i in range(len(program.lines)))
 
 
@@ -327,20 +370,31 @@ def test_an_update_comes_with_its_blocks_last_micro_batch():
     updates = [i for i, line in enumerate(lines) if line.op == "call" and line.writes]
     backwards = [i for i, line in enumerate(lines) if line.attrs.get("backward")]
     assert len(updates) == 6 and sum(i < backwards[-1] for i in updates) >= 4
-    assert not any(lines[i].attrs["micro"][0] < 2 and lines[i].attrs["micro"][0] + 1 == lines[k].attrs["micro"][0] for i, k in _around(updates, backwards))
+    assert not any(
+        lines[i].attrs["micro"][0] < 2 and lines[i].attrs["micro"][0] + 1 == lines[k].attrs["micro"][0]
+        for i, k in _around(updates, backwards)
+    )
 
 
 def _around(updates: Sequence[int], backwards: Sequence[int]) -> list[tuple[int, int]]:
     """The backwards right before and right after each update that has both."""
-    return [(max(b for b in backwards if b < i), min(b for b in backwards if b > i)) for i in updates if backwards[0] < i < backwards[-1]]
+    return [
+        (max(b for b in backwards if b < i), min(b for b in backwards if b > i))
+        for i in updates
+        if backwards[0] < i < backwards[-1]
+    ]
 
 
 def test_a_budget_fits_it():
-    step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2, vertical=True))(fz.train_step(models.gpt_loss, optim.adamw(1e-3)))
+    step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2, vertical=True))(
+        fz.train_step(models.gpt_loss, optim.adamw(1e-3))
+    )
     least = fz.lower(fz.remat(fz.compose(fz.shard_params(), fz.accumulate(2, vertical=True))(fz.train_step(models.gpt_loss, optim.adamw(1e-3))), 0.0),
                      fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2)).plan.peak_bytes  # fmt: skip
     for more in (0, 20_000, 1_000_000):
-        found = fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), memory_budget=least + more)
+        found = fz.lower(
+            step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), memory_budget=least + more
+        )
         assert found.plan.peak_bytes <= least + more and not found.choice.whole_grads
     with pytest.raises(fz.errors.BudgetError):
         fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), memory_budget=least - 1)
@@ -367,11 +421,17 @@ def test_broken_sums_are_rejected():
     first, second = adds[:2]
     stale = (first.args[0], *second.args[1:])
     rejects(second, replace(second, args=stale), f"{first.args[0]} has been overwritten")
-    rejects(first, replace(first, args=first.args[:-1]), "adds 3 values to 3 totals" if len(first.out) == 4 else "values to")
+    rejects(
+        first, replace(first, args=first.args[:-1]), "adds 3 values to 3 totals" if len(first.out) == 4 else "values to"
+    )
     swapped = (first.args[1], first.args[0], *first.args[2:])
     rejects(first, replace(first, args=swapped), "is added to")
     # what is added to must lie where nobody else writes: its place given to another value
-    taken = next(line for line in program.lines if line.op == "call" and second.args[len(second.out)] in {v.name for v in line.out})
+    taken = next(
+        line
+        for line in program.lines
+        if line.op == "call" and second.args[len(second.out)] in {v.name for v in line.out}
+    )
     total = next(line for line in program.lines if line.op == "call" and first.args[0] in {v.name for v in line.out})
     overlapping = edited(program, lambda line: line.out == taken.out, lambda line: replace(line, into=total.into))
     with pytest.raises(VerifyError, match="is read, but"):
@@ -381,7 +441,10 @@ def test_broken_sums_are_rejected():
 def test_it_is_a_choice_of_a_step():
     step = fz.train_step(models.gpt_loss, optim.sgd(0.1))
     vertical = fz.accumulate(step, 2, vertical=True)
-    assert vertical == fz.accumulate(2, vertical=True)(step) and str(vertical.transforms[0]) == "accumulate(num_micro_batches=2, vertical=True)"
+    assert (
+        vertical == fz.accumulate(2, vertical=True)(step)
+        and str(vertical.transforms[0]) == "accumulate(num_micro_batches=2, vertical=True)"
+    )
     with pytest.raises(TransformError, match="two different accumulate"):
         fz.accumulate(vertical, 2)
     with pytest.raises(FzeroValueError, match="neither True nor False"):

@@ -1,4 +1,5 @@
-"""The precision watch: its statistics beside those of plain autograd, on any mesh, and that the step is the same with it."""
+"""The precision watch: its statistics beside those of plain autograd, on any mesh, and that the step is the same with
+it."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ CASES: dict[str, tuple[tuple[Any, ...], int]] = {  # and micro-batches
 def make_step(transforms: Any, dtype: str, watch: bool = True, clip: float | None = None) -> Any:
     optimizer = optim.adamw(1e-2) if clip is None else optim.chain(optim.clip_by_global_norm(clip), optim.adamw(1e-2))
     keywords: dict[str, Any] = {"loss_scale": SCALE} if dtype == "fp16" else {}
-    return fz.compose(*transforms, fz.mixed_precision(dtype, watch=watch, **keywords))(fz.train_step(models.gpt_loss, optimizer))
+    return fz.compose(*transforms, fz.mixed_precision(dtype, watch=watch, **keywords))(
+        fz.train_step(models.gpt_loss, optimizer)
+    )
 
 
 def by_hand(params: Any, batch: Any, dtype: str, num_parts: int) -> dict[str, torch.Tensor]:
-    """The statistics of one step with plain autograd: each part of the batch by itself, in the order of ranks and micro-batches."""
+    """The statistics of one step with plain autograd: each part of the batch by itself, in the order of ranks and
+    micro-batches."""
     low, scale = DTYPES[dtype], SCALE.initial if dtype == "fp16" else 1.0
     grads, outputs, total = fz.tree.map(torch.zeros_like, params), torch.zeros(4), 0.0
     for rows in range(num_parts):
@@ -45,7 +49,9 @@ def by_hand(params: Any, batch: Any, dtype: str, num_parts: int) -> dict[str, to
         found.append(models.head(p["head"], found[-1], here["targets"]))
         outputs = torch.maximum(outputs, torch.stack([x.detach().float().abs().max() for x in found]))
         parts = torch.autograd.grad(found[-1] * scale, fz.tree.leaves(p))
-        grads = fz.tree.unflatten(fz.tree.structure(grads), [a + b.float() for a, b in zip(fz.tree.leaves(grads), parts, strict=True)])
+        grads = fz.tree.unflatten(
+            fz.tree.structure(grads), [a + b.float() for a, b in zip(fz.tree.leaves(grads), parts, strict=True)]
+        )
         total += found[-1].item() / num_parts
     blocks = [grads["embed"], *grads["layers"], grads["head"]]
     flat = [torch.cat([x.flatten() for x in fz.tree.leaves(block)]) / num_parts for block in blocks]
@@ -91,7 +97,9 @@ def test_statistics_are_those_of_plain_autograd(run_ranks, num_ranks, dtype, cas
         found = said[0]["precision"]
         for name in ("grad_norm", "grad_max", "output_max"):
             torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=0.0)
-        torch.testing.assert_close(found["underflow"], expected["underflow"], rtol=0.0, atol=1e-6 if dtype == "fp32" else 5e-3)
+        torch.testing.assert_close(
+            found["underflow"], expected["underflow"], rtol=0.0, atol=1e-6 if dtype == "fp32" else 5e-3
+        )
         assert found["underflow"][0] > 0 and all(x.dtype == torch.float32 and x.shape == (5,) for x in found.values())
         torch.testing.assert_close(found["grad_norm"].square().sum().sqrt(), said[0]["grad_norm"])
         assert same(last, last_plain)
@@ -127,9 +135,12 @@ def scaled_loss(params, batch):
 
 
 def overflowing(value: float) -> Any:
-    """Steps in which one row, on one rank and in one micro-batch, is too large for the second block, or not a number."""
+    """Steps in which one row, on one rank and in one micro-batch, is too large for the second block, or not a
+    number."""
     mesh = fz.make_mesh(data=-1)
-    step = fz.compose(fz.shard_params, fz.accumulate(2))(fz.mixed_precision(fz.train_step(scaled_loss, optim.sgd(0.0)), "fp16", loss_scale=SCALE, watch=True))
+    step = fz.compose(fz.shard_params, fz.accumulate(2))(
+        fz.mixed_precision(fz.train_step(scaled_loss, optim.sgd(0.0)), "fp16", loss_scale=SCALE, watch=True)
+    )
     train = fz.compile(step, mesh, backend="eager")
     state = train.init({"layers": [{"w": torch.full((5,), w)} for w in (2.0, 300.0, 0.5)], "last": torch.ones(5)})
     x = torch.ones(8, 5)
@@ -154,7 +165,9 @@ def test_compiled_they_are_the_same(compiled_here):
     found = []
     for backend in ("eager", "inductor"):
         for x in (torch.linspace(-40.0, 40.0, 40).reshape(8, 5), torch.full((8, 5), float("nan"))):
-            step = fz.accumulate(2)(fz.mixed_precision(fz.train_step(scaled_loss, optim.sgd(0.0)), "fp16", loss_scale=SCALE, watch=True))
+            step = fz.accumulate(2)(
+                fz.mixed_precision(fz.train_step(scaled_loss, optim.sgd(0.0)), "fp16", loss_scale=SCALE, watch=True)
+            )
             train = fz.compile(step, fz.make_mesh(data=1), backend=backend)
             params = {"layers": [{"w": torch.full((5,), w)} for w in (2.0, 300.0, 1e-5)], "last": torch.ones(5)}
             found.append(train(train.init(params), {"x": x})[1]["precision"])
@@ -186,15 +199,22 @@ def test_a_block_that_is_called_twice():
     train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
     _, metrics = train(train.init({"a": {"w": torch.tensor([3.0])}}), torch.tensor([2.0]))
     assert train.blocks == ("a", "a (2)", "loss_fn")
-    assert metrics["precision"]["output_max"].tolist() == [6.0, 18.0, 18.0] and metrics["precision"]["grad_norm"].tolist() == [12.0, 0.0, 0.0]
+    assert metrics["precision"]["output_max"].tolist() == [6.0, 18.0, 18.0] and metrics["precision"][
+        "grad_norm"
+    ].tolist() == [12.0, 0.0, 0.0]
 
 
 def test_evaluations_are_not_watched():
     mesh, transform = fz.make_mesh(data=1), fz.mixed_precision("bf16", watch=True)
-    evaluate = [fz.compile(t(fz.eval_step(models.gpt_loss)), mesh, backend="eager") for t in (transform, fz.mixed_precision("bf16"))]
+    evaluate = [
+        fz.compile(t(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
+        for t in (transform, fz.mixed_precision("bf16"))
+    ]
     params, batch = models.gpt_init(fz.random.key(0)), batches(1)[0]
     assert same(*(run(params, batch) for run in evaluate))
-    assert [len(f.graph.outputs) for f in evaluate[0].program.functions.values()] == [len(f.graph.outputs) for f in evaluate[1].program.functions.values()]
+    assert [len(f.graph.outputs) for f in evaluate[0].program.functions.values()] == [
+        len(f.graph.outputs) for f in evaluate[1].program.functions.values()
+    ]
 
 
 def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
@@ -212,6 +232,10 @@ def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
 
 @pytest.mark.parametrize("compute", ["fp32", "auto"])
 def test_a_check_of_a_watched_step(compute):
-    step = fz.compose(fz.shard_params, fz.accumulate(2))(fz.mixed_precision(fz.train_step(models.mixed_loss, optim.adamw(1e-2)), compute, watch=True))
-    report = fz.testing.check_equivalent(step, models.mixed_init(fz.random.key(0)), batches(1)[0], mesh=fz.make_mesh(data=1))
+    step = fz.compose(fz.shard_params, fz.accumulate(2))(
+        fz.mixed_precision(fz.train_step(models.mixed_loss, optim.adamw(1e-2)), compute, watch=True)
+    )
+    report = fz.testing.check_equivalent(
+        step, models.mixed_init(fz.random.key(0)), batches(1)[0], mesh=fz.make_mesh(data=1)
+    )
     assert str(report).splitlines()[-1]

@@ -1,4 +1,5 @@
-"""Run as a script: lowers programs of every kind and prints a digest of each, and which lines have no digest in common, as JSON.
+"""Run as a script: lowers programs of every kind and prints a digest of each, and which lines have no digest in common,
+as JSON.
 
     python texts.py SEED FOLDER
 
@@ -27,7 +28,12 @@ PARITY = {
     "mixed_lamb": ("mixed", "lamb", STAGES[3](), 3),
     "mixed_clipped": ("mixed", "clipped", fz.compose(STAGES[1](), fz.mixed_precision("bf16", watch=True)), 2),
     "mixed_auto": ("mixed", "adamw", fz.compose(STAGES[3](), fz.mixed_precision("auto"), fz.remat(0.5)), 2),
-    "gpt_rows": ("gpt", "lion", fz.compose(STAGES[3](), fz.mixed_precision("bf16", params="bf16"), fz.remat("min_cut")), 4),
+    "gpt_rows": (
+        "gpt",
+        "lion",
+        fz.compose(STAGES[3](), fz.mixed_precision("bf16", params="bf16"), fz.remat("min_cut")),
+        4,
+    ),
 }
 
 
@@ -37,7 +43,11 @@ def stacked(p: Any, batch: Any) -> torch.Tensor:
     for i in range(3):
         x = fz.block(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))({"w": p["w"][i], "b": p["b"].unbind()[i]}, x)
     scales = {"one", "two", "three", "four"}
-    return x.square().mean() * len(scales) + sum((v.square().mean() for v in p["w"].unbind()), torch.zeros(())) + (p["w"][0].T @ p["w"][1]).sum()
+    return (
+        x.square().mean() * len(scales)
+        + sum((v.square().mean() for v in p["w"].unbind()), torch.zeros(()))
+        + (p["w"][0].T @ p["w"][1]).sum()
+    )
 
 
 def lowered(step: Any, ranks: int, init: Callable[..., Any]) -> Any:
@@ -65,4 +75,11 @@ if __name__ == "__main__":
     names = list(todo := jobs(folder))
     random.Random(seed).shuffle(names)
     texts = {name: describe(todo[name]()) for name in names}
-    print(json.dumps({name: [hashlib.sha256(line.encode()).hexdigest()[:12] for line in text.splitlines()] for name, text in sorted(texts.items())}))
+    print(
+        json.dumps(
+            {
+                name: [hashlib.sha256(line.encode()).hexdigest()[:12] for line in text.splitlines()]
+                for name, text in sorted(texts.items())
+            }
+        )
+    )

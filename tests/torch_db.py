@@ -1,7 +1,7 @@
 """PyTorch's own databases of modules and operators as cases of a training step, and what a step comes to on each.
 
-A case's floating-point tensors, inputs among them, are parameters; so gradients of all of them are compared. Its loss weighs the outputs by a pattern that
-is another one on each rank. What PyTorch itself does not differentiate is no case.
+A case's floating-point tensors, inputs among them, are parameters; so gradients of all of them are compared. Its loss
+weighs the outputs by a pattern that is another one on each rank. What PyTorch itself does not differentiate is no case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Case(NamedTuple):
 
     params: Any
     batch: Any
-    fn: Callable[[Any, Any], tuple[Any, dict[str, torch.Tensor]]]  # (params, batch) -> a pytree with tensors in it, and params["buffers"] afterwards
+    fn: Callable[
+        [Any, Any], tuple[Any, dict[str, torch.Tensor]]
+    ]  # (params, batch) -> a pytree with tensors in it, and params["buffers"] afterwards
 
 
 def module_cases(name: str) -> Iterator[Case]:
@@ -52,7 +54,9 @@ def module_cases(name: str) -> Iterator[Case]:
     info = databases().modules[name]
     for training in (True, False) if info.train_and_eval_differ else (True,):
         torch.manual_seed(0)
-        for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training):
+        for sample in info.module_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+        ):
             made, given = sample.constructor_input, sample.forward_input
             with warnings.catch_warnings(action="ignore"):
                 module = info.module_cls(*made.args, **made.kwargs).to(torch.float32).train(training)
@@ -68,7 +72,9 @@ def samples(cases: Iterator[Case], first: int | None) -> list[Case]:
 
 
 def _of_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Case:
-    params, buffers = ({n: x.detach() for n, x in named} for named in (module.named_parameters(), module.named_buffers()))
+    params, buffers = (
+        {n: x.detach() for n, x in named} for named in (module.named_parameters(), module.named_buffers())
+    )
 
     def call(state: dict[str, dict[str, torch.Tensor]], inputs: Any) -> Any:
         args, kwargs = inputs
@@ -95,12 +101,18 @@ def _case(call: Callable[[Any, Any], Any], state: dict[str, dict[str, torch.Tens
     """A case of a function of named tensors and of other inputs, whose tensors are found wherever they are."""
     flat, structure = torch.utils._pytree.tree_flatten(inputs)
     tensors = {str(i): x for i, x in enumerate(flat) if isinstance(x, torch.Tensor)}
-    trained = {i: x.detach() for i, x in tensors.items() if x.requires_grad and x.is_floating_point() and x.layout == torch.strided and x.isfinite().all()}
+    trained = {
+        i: x.detach()
+        for i, x in tensors.items()
+        if x.requires_grad and x.is_floating_point() and x.layout == torch.strided and x.isfinite().all()
+    }
     others = {i: x.detach() for i, x in tensors.items() if i not in trained}
 
     def fn(params: Any, batch: Any) -> Any:
         given = {**params["inputs"], **batch["inputs"]}
-        return call(params, torch.utils._pytree.tree_unflatten([given.get(str(i), x) for i, x in enumerate(flat)], structure))
+        return call(
+            params, torch.utils._pytree.tree_unflatten([given.get(str(i), x) for i, x in enumerate(flat)], structure)
+        )
 
     return Case({**state, "inputs": trained}, {"inputs": others}, fn)
 
@@ -135,9 +147,14 @@ class Expected(NamedTuple):
 
 
 def expected(case: Case, num_ranks: int) -> Expected | None:
-    """What PyTorch alone comes to, the mean over ranks; None if it refuses the case or finds nothing to differentiate."""
+    """What PyTorch alone comes to, the mean over ranks; None if it refuses the case or finds nothing to
+    differentiate."""
     leaves, structure = fz.tree.flatten(case.params)
-    trained = [i for i, (path, x) in enumerate(zip(fz.tree.paths(case.params, "params"), leaves, strict=True)) if trainable(path, x)]
+    trained = [
+        i
+        for i, (path, x) in enumerate(zip(fz.tree.paths(case.params, "params"), leaves, strict=True))
+        if trainable(path, x)
+    ]
     losses, buffers, sums = [], {}, [torch.zeros_like(x) for x in leaves]
     for rank in range(num_ranks):
         xs = [x.detach().clone().requires_grad_(i in trained) for i, x in enumerate(leaves)]
@@ -185,7 +202,9 @@ def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bo
     try:
         with warnings.catch_warnings(action="ignore"):
             train = fz.compile(fz.compose(*transforms)(step), mesh, backend="eager")
-            state, metrics = train(train.init(case.params), {"case": case.batch, "probe": torch.tensor(float(mesh.rank))})
+            state, metrics = train(
+                train.init(case.params), {"case": case.batch, "probe": torch.tensor(float(mesh.rank))}
+            )
             state = train.gather(state)
     except fz.errors.FzeroError as error:
         text = str(error)
@@ -193,8 +212,13 @@ def outcome(case: Case, mesh: fz.Mesh, transforms: Sequence[Any] = (), block: bo
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}")
     kept = dict(zip(fz.tree.paths(state.opt_state), fz.tree.leaves(state.opt_state), strict=True))
-    found = {"loss": (metrics["loss"], want.loss), **{f"buffer {n}": (state.params["buffers"][n], x) for n, x in want.buffers.items()}}
-    for path, g, p, q in zip(fz.tree.paths(case.params), want.grads, fz.tree.leaves(state.params), fz.tree.leaves(case.params), strict=True):
+    found = {
+        "loss": (metrics["loss"], want.loss),
+        **{f"buffer {n}": (state.params["buffers"][n], x) for n, x in want.buffers.items()},
+    }
+    for path, g, p, q in zip(
+        fz.tree.paths(case.params), want.grads, fz.tree.leaves(state.params), fz.tree.leaves(case.params), strict=True
+    ):
         if path in kept:
             found |= {f"gradient of {path}": (kept[path], g), path: (p, q - RATE * g)}
     bad = [name for name, (a, b) in found.items() if not close(a, b)]
@@ -224,7 +248,10 @@ def in_process(cases: Callable[[str], Iterator[Case]], name: str, first: int | N
 def on_ranks(names: Sequence[str], first: int | None) -> list[list[Outcome]]:
     """Outcomes of modules as blocks whose parameters are sharded over the ranks of this job."""
     mesh = fz.make_mesh()
-    return [[outcome(x, mesh, [fz.shard_params()], block=True) for x in samples(module_cases(name), first)] for name in names]
+    return [
+        [outcome(x, mesh, [fz.shard_params()], block=True) for x in samples(module_cases(name), first)]
+        for name in names
+    ]
 
 
 def told(names: Sequence[str], outcomes: Callable[[list[str]], dict[str, Found]]) -> dict[str, Found]:
@@ -240,11 +267,17 @@ def told(names: Sequence[str], outcomes: Callable[[list[str]], dict[str, Found]]
 
 def faults(name: str, found: Found) -> list[str]:
     """What no sample may come to."""
-    return [f"{name}, {way}, sample {i}: {o.kind}: {o.text}" for way, os in found.items() for i, o in enumerate(os) if o.kind in ("wrong", "crash")]
+    return [
+        f"{name}, {way}, sample {i}: {o.kind}: {o.text}"
+        for way, os in found.items()
+        for i, o in enumerate(os)
+        if o.kind in ("wrong", "crash")
+    ]
 
 
 def row(name: str, found: Found) -> str:
-    """A line of a table: how many samples there are, how many of them train equal each way, and why the others do not."""
+    """A line of a table: how many samples there are, how many of them train equal each way, and why the others do
+    not."""
     total, why = len(found["plain"]), dict[str, None]()
     cells = []
     for os in found.values():
@@ -267,6 +300,7 @@ def table(columns: Sequence[str], rows: dict[str, Found], first: int | None) -> 
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(row(*item) for item in rows.items()), ""]
     lines += [
         f"- torch {torch.__version__}, {f'the first {first} samples' if first else 'all samples'} of each",
-        f"- {len(rows)} have samples: {equal} equal with every sample each way, {len(rows) - equal - refused} with some, {refused} refused",
+        f"- {len(rows)} have samples: {equal} equal with every sample each way, {len(rows) - equal - refused} with "
+        f"some, {refused} refused",
     ]
     return "\n".join([*lines, ""])

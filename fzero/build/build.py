@@ -1,4 +1,5 @@
-"""Functions made executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct function."""
+"""Functions made executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
+function."""
 
 from __future__ import annotations
 
@@ -25,10 +26,16 @@ BACKENDS = ("inductor", "eager")
 def check_backend(backend: str, device: torch.device) -> None:
     """Raises if a backend cannot run here."""
     if backend not in BACKENDS:
-        raise FzeroValueError(message("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}"))
+        raise FzeroValueError(
+            message("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
+        )
     if backend == "inductor" and device.type == "cpu" and not has_compiler():
         raise FzeroValueError(
-            message("compile", "the inductor backend needs a C++ compiler on the CPU, and there is none", fix="install g++ or clang, or use backend='eager'")
+            message(
+                "compile",
+                "the inductor backend needs a C++ compiler on the CPU, and there is none",
+                fix="install g++ or clang, or use backend='eager'",
+            )
         )
 
 
@@ -44,15 +51,15 @@ def build(
 ) -> dict[str, Callable[..., Any]]:
     """The functions as a program's lines call them (see `calls.as_called`). All ranks of the mesh call it together.
 
-    With the inductor backend a function is compiled once: what an earlier run compiled is loaded (build/cache.py), the rest is divided
-    among the ranks that share a cache. See docs/build.md.
+    With the inductor backend a function is compiled once: what an earlier run compiled is loaded (build/cache.py), the
+    rest is divided among the ranks that share a cache. See docs/build.md.
 
     Args:
         functions: by name.
         backend: "inductor" or "eager".
         mesh: whose device they run on.
-        progress: called with the number of functions this rank has compiled, the number it compiles in all, and the name of the last. By default
-            a line in the log `fzero`, at level INFO.
+        progress: called with the number of functions this rank has compiled, the number it compiles in all, and the
+            name of the last. By default a line in the log `fzero`, at level INFO.
 
     Communication: a few hundred bytes through the store.
 

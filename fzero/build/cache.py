@@ -1,7 +1,8 @@
 """Compiled functions on disk: one file a function, under a key of everything that decided what was compiled.
 
-It knows how files are kept, not how functions are compiled. An entry is a shared library (or another opaque payload), the Python around it and a
-footer with a digest of both: a library that was cut short would crash the process that loads it, so nothing is loaded before its digest is right.
+It knows how files are kept, not how functions are compiled. An entry is a shared library (or another opaque payload),
+the Python around it and a footer with a digest of both: a library that was cut short would crash the process that loads
+it, so nothing is loaded before its digest is right.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Cache:
             raise
 
     def trim(self) -> None:
-        """Removes what was used longest ago until the limit is kept. A process that has loaded an entry keeps what it loaded."""
+        """Removes what was used longest ago until the limit is kept. A process that has loaded an entry keeps what it
+        loaded."""
         files: list[tuple[float, int, Path]] = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process trims too
@@ -131,8 +133,9 @@ def _decode(data: bytes) -> Entry | None:
 
 
 def open_cache() -> Cache | None:
-    """The cache that the environment asks for: FZERO_CACHE is a folder or "off" (~/.cache/fzero by default), FZERO_CACHE_LIMIT its size
-    ("10GiB" by default). None if it is off, or cannot be used; then a line in the log says why.
+    """The cache that the environment asks for: FZERO_CACHE is a folder or "off" (~/.cache/fzero by default),
+    FZERO_CACHE_LIMIT its size ("10GiB" by default). None if it is off, or cannot be used; then a line in the log says
+    why.
 
     Raises:
         FzeroValueError: a limit that is no size.
@@ -161,7 +164,13 @@ def _limit() -> int:
     try:
         return parse_bytes(int(text) if text.isdigit() else text) if text else LIMIT
     except FzeroValueError as error:
-        raise FzeroValueError(message("cache", f"FZERO_CACHE_LIMIT={text!r} is no size", fix="give a number of bytes, or a unit too, e.g. 10GiB")) from error
+        raise FzeroValueError(
+            message(
+                "cache",
+                f"FZERO_CACHE_LIMIT={text!r} is no size",
+                fix="give a number of bytes, or a unit too, e.g. 10GiB",
+            )
+        ) from error
 
 
 def key(graph: Recorded, function: Function, device: torch.device) -> str:
@@ -172,7 +181,9 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
         function: which inputs it writes, and which results it is given buffers for.
         device: what it will run on. The number of threads is this process's.
     """
-    constants = [x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in graph.constants.values()]
+    constants = [
+        x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in graph.constants.values()
+    ]
     parts = (
         FORMAT,
         torch.__version__,
@@ -194,9 +205,15 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
 
 @functools.cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they are compiled on."""
+    """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they
+    are compiled on."""
     if device.type == "cuda":
-        made_by = torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device)), str(torch.version.cuda), _triton()
+        made_by = (
+            torch.cuda.get_device_name(device),
+            str(torch.cuda.get_device_capability(device)),
+            str(torch.version.cuda),
+            _triton(),
+        )
         return device.type, str(device.index), *made_by  # generated code launches on the device of its index
     flags = ""
     with contextlib.suppress(OSError):

@@ -1,8 +1,10 @@
-"""Functions compiled for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together into one library.
+"""Functions compiled for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
+into one library.
 
-Inductor writes a module around each function and compiles every kernel on its own: 0.7 s each, most of it headers, and a process that loads the result
-has to import the whole compiler first. Here the kernels of many functions are one translation unit, and what is loaded is a library and a function
-that name nothing but torch. It knows Inductor's output, and neither programs nor files.
+Inductor writes a module around each function and compiles every kernel on its own: 0.7 s each, most of it headers, and
+a process that loads the result has to import the whole compiler first. Here the kernels of many functions are one
+translation unit, and what is loaded is a library and a function that name nothing but torch. It knows Inductor's
+output, and neither programs nor files.
 """
 
 from __future__ import annotations
@@ -55,25 +57,41 @@ def parse(lowered: compat.Lowered, num_inputs: int, num_outputs: int, writes: Se
         num_inputs, num_outputs, writes: of the graph that was lowered; Inductor may add to them.
 
     Raises:
-        NotPlain: it is something else: a graph with inputs of its own, kernels that are not C++, names that are not torch's.
+        NotPlain: it is something else: a graph with inputs of its own, kernels that are not C++, names that are not
+            torch's.
     """
     module = ast.parse(lowered.text)
     kernels = dict(filter(None, map(_kernel, module.body)))
-    found = [n for top in module.body for n in (top.body if isinstance(top, ast.ClassDef) and top.name == "Runner" else [top])]
+    found = [
+        n
+        for top in module.body
+        for n in (top.body if isinstance(top, ast.ClassDef) and top.name == "Runner" else [top])
+    ]
     calls = [n for n in found if isinstance(n, ast.FunctionDef) and n.name == "call"]
     if len(calls) != 1:
         raise NotPlain(f"{len(calls)} functions")
     call = calls[0]
     match call.body:
-        case [ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")), ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"))), *body]:
+        case [
+            ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")),
+            ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"))),
+            *body,
+        ]:
             inputs = [n.id for n in names if isinstance(n, ast.Name)]
         case _:
             raise NotPlain("arguments of another form")
-    if not isinstance(body[-1], ast.Return) or not isinstance(body[-1].value, ast.Tuple) or sum(isinstance(n, ast.Return) for n in ast.walk(call)) != 1:
+    if (
+        not isinstance(body[-1], ast.Return)
+        or not isinstance(body[-1].value, ast.Tuple)
+        or sum(isinstance(n, ast.Return) for n in ast.walk(call)) != 1
+    ):
         raise NotPlain("results of another form")
     signature = len(inputs), len(body[-1].value.elts), lowered.writes
     if signature != (num_inputs, num_outputs, tuple(sorted(writes))):
-        raise NotPlain(f"inputs, outputs and writes {signature} where the graph has {num_inputs}, {num_outputs}, {tuple(sorted(writes))}")
+        raise NotPlain(
+            f"inputs, outputs and writes {signature} where the graph has {num_inputs}, {num_outputs}, "
+            f"{tuple(sorted(writes))}"
+        )
     _check_names(body, {*inputs, *kernels})
     return Plain(ast.FunctionDef("call", _arguments(inputs), body, [], type_params=[]), kernels)  # type: ignore[call-arg]
 
@@ -81,7 +99,9 @@ def parse(lowered: compat.Lowered, num_inputs: int, num_outputs: int, writes: Se
 def _kernel(node: ast.stmt) -> tuple[str, Kernel] | None:
     """`name = async_compile.cpp_pybinding(types, source)`."""
     match node:
-        case ast.Assign(targets=[ast.Name(name)], value=ast.Call(ast.Attribute(ast.Name("async_compile"), maker), [types_, source])):
+        case ast.Assign(
+            targets=[ast.Name(name)], value=ast.Call(ast.Attribute(ast.Name("async_compile"), maker), [types_, source])
+        ):
             if maker != "cpp_pybinding":
                 raise NotPlain(f"kernels of the kind {maker}")
             kernel = Kernel(ast.literal_eval(source), tuple(ast.literal_eval(types_)))
@@ -96,7 +116,11 @@ def _check_names(body: Sequence[ast.stmt], known: set[str]) -> None:
     made = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     unknown = used - made - known - set(compat.inductor_names()) - set(dir(builtins))
-    externs = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "extern_kernels"}
+    externs = {
+        n.attr
+        for n in nodes
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "extern_kernels"
+    }
     unknown |= {f"extern_kernels.{name}" for name in externs if not compat.is_extern(name)}
     if unknown:
         raise NotPlain(f"names that are not torch's: {', '.join(sorted(unknown))}")
@@ -112,8 +136,9 @@ def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Se
     Args:
         plain: a function of `num_args` arguments, then of constants.
         numbers: of the kernels in their library.
-        into: which of the `num_outputs` results it is given contiguous buffers for: with any, it takes a keyword `into` with a place for every
-            result. It makes them there: the buffer stands where Inductor would have allocated one, or is copied to where it cannot.
+        into: which of the `num_outputs` results it is given contiguous buffers for: with any, it takes a keyword `into`
+            with a place for every result. It makes them there: the buffer stands where Inductor would have allocated
+            one, or is copied to where it cannot.
 
     The text defines `call`, whose last arguments are the constants: they become its defaults.
     """
@@ -144,7 +169,8 @@ def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Se
 
 
 def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
-    """Where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have been used for others before."""
+    """Where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have been used
+    for others before."""
     numel = None
     while True:
         match value:
@@ -159,7 +185,11 @@ def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
                 pass
             case _:
                 return None
-        found = [s for s in body if isinstance(s, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)]
+        found = [
+            s
+            for s in body
+            if isinstance(s, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)
+        ]
         if len(found) != 1 or len(found[0].targets) != 1:
             return None
         match found[0].value:
@@ -192,11 +222,15 @@ def library_source(kernels: Sequence[Kernel]) -> str:
     for i, kernel in enumerate(kernels):
         lines = kernel.source.splitlines()
         includes.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
-        rest = re.sub(r"\bkernel\s*(?=\()", f"kernel_{i}", "\n".join(line for line in lines if not line.startswith("#include")))
+        rest = re.sub(
+            r"\bkernel\s*(?=\()", f"kernel_{i}", "\n".join(line for line in lines if not line.startswith("#include"))
+        )
         parts.append(f"namespace fzero_{i} {{\n{rest}\n}}")
         values = ", ".join(f"argument<{t.replace('const ', '')}>(args[{n}])" for n, t in enumerate(kernel.types))
         table.append(_BINDING.format(i=i, count=len(kernel.types), values=values))
-    methods = "\n".join(f'    {{"kernel_{i}", (PyCFunction)(void (*)(void))call_{i}, METH_FASTCALL, ""}},' for i in range(len(kernels)))
+    methods = "\n".join(
+        f'    {{"kernel_{i}", (PyCFunction)(void (*)(void))call_{i}, METH_FASTCALL, ""}},' for i in range(len(kernels))
+    )
     return "\n".join([_HEAD, *includes, *parts, _ARGUMENTS, *table, _MODULE.format(methods=methods)])
 
 
@@ -271,7 +305,8 @@ _loaded = itertools.count()
 
 def load_library(path: Path) -> types.ModuleType:
     """The kernels of a library. What follows the library in its file is ignored by the loader."""
-    name = f"fzero_{next(_loaded)}.fzero_kernels"  # a name of its own: for one that it knows Python mixes this library's functions into the module loaded last
+    # a name of its own: for one that it knows Python mixes this library's functions into the module loaded last
+    name = f"fzero_{next(_loaded)}.fzero_kernels"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -281,7 +316,9 @@ def load_library(path: Path) -> types.ModuleType:
     return module
 
 
-def function_of(name: str, text: str, library: types.ModuleType | None, constants: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def function_of(
+    name: str, text: str, library: types.ModuleType | None, constants: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
     """The function that `text_of` wrote, over a library's kernels. Tracebacks show its lines."""
     namespace = {**compat.inductor_names(), **(vars(library) if library else {})}
     call = compiled(text, f"function {name}", namespace, "call")

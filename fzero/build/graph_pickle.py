@@ -1,6 +1,7 @@
 """A graph as plain values, for another process.
 
-A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of nothing, zeros or a range, runs there and then, and has become a literal.
+A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of nothing, zeros or a range, runs there
+and then, and has become a literal.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Constant:
-    """A memory format, by its name in torch: pickled it goes by a name alone, and is looked up in a module that may not have it."""
+    """A memory format, by its name in torch: pickled it goes by a name alone, and is looked up in a module that may not
+    have it."""
 
     name: str
 
@@ -77,7 +79,9 @@ def restored(sent: Sent) -> fx.GraphModule:
 
     for kind, name, target, args, kwargs in sent:
         given: Any = map_aggregate((args, kwargs), back)
-        nodes.append(graph.create_node(kind, target.found() if isinstance(target, Op) else target, given[0], given[1], name))
+        nodes.append(
+            graph.create_node(kind, target.found() if isinstance(target, Op) else target, given[0], given[1], name)
+        )
     return fx.GraphModule({}, graph)
 
 

@@ -28,7 +28,9 @@ Functions = Mapping[str, tuple[Function, Recorded]]
 """By name: functions, and their graphs as they are to be compiled."""
 
 
-def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: Callable[[int, int, str], None] | None) -> dict[str, Callable[..., Any]]:
+def compiled(
+    functions: Functions, mesh: Mesh, device: torch.device, progress: Callable[[int, int, str], None] | None
+) -> dict[str, Callable[..., Any]]:
     """See `build.build`. `device`: that they run on, the mesh's or its host."""
     start = time.perf_counter()
     cache = open_cache()
@@ -70,7 +72,13 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device, progress: C
                 own = Cache(Path(folder))
                 make(own, set(functions) - set(built))
                 built |= load(own, built)
-    logger.info("%d functions are ready after %.1f s, %d of them compiled by rank %d", len(functions), time.perf_counter() - start, num_compiled, mesh.rank)
+    logger.info(
+        "%d functions are ready after %.1f s, %d of them compiled by rank %d",
+        len(functions),
+        time.perf_counter() - start,
+        num_compiled,
+        mesh.rank,
+    )
     return built
 
 
@@ -89,8 +97,15 @@ class _Loader:
             if (entry := cache.read(self._keys[name])) is not None:
                 try:
                     made[name] = self._callable(name, entry, path)
-                except Exception as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
-                    logger.info("the cached function %s cannot be loaded and will be compiled again: %s: %s", path, type(error).__name__, error)
+                except (
+                    Exception
+                ) as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
+                    logger.info(
+                        "the cached function %s cannot be loaded and will be compiled again: %s: %s",
+                        path,
+                        type(error).__name__,
+                        error,
+                    )
                     path.unlink(missing_ok=True)
         return made
 
@@ -106,11 +121,17 @@ class _Loader:
 
 
 def _compile_apart(
-    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+    functions: Functions,
+    keys: Mapping[str, str],
+    device: torch.device,
+    cache: Cache,
+    cores: int,
+    done: Callable[[str], None],
 ) -> dict[str, Callable[..., Any]]:
     """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold.
 
-    If that fails, because this torch has another Inductor inside than is known here, all are left to Inductor's public way, which is slower.
+    If that fails, because this torch has another Inductor inside than is known here, all are left to Inductor's public
+    way, which is slower.
     """
     jobs = [_job(keys[name], name, function, graph) for name, (function, graph) in functions.items()]
     words: list[str] = []
@@ -119,7 +140,10 @@ def _compile_apart(
     except worker.Failed as failed:
         words = str(failed).strip().splitlines()[-20:]
         skipped = dict.fromkeys(functions, f"what torch {torch.__version__} cannot put in a cache: {words[-1]}")
-        logger.warning("fzero.compile: every start compiles all functions anew, for this torch does not compile as expected: %s", words[-1])
+        logger.warning(
+            "fzero.compile: every start compiles all functions anew, for this torch does not compile as expected: %s",
+            words[-1],
+        )
     made = {}
     for name, why in skipped.items():
         logger.info("%s is compiled at every start, for its code holds %s", name, why)
@@ -134,9 +158,15 @@ def _compile_apart(
 
 
 def _compile_here(
-    functions: Functions, keys: Mapping[str, str], device: torch.device, cache: Cache, cores: int, done: Callable[[str], None]
+    functions: Functions,
+    keys: Mapping[str, str],
+    device: torch.device,
+    cache: Cache,
+    cores: int,
+    done: Callable[[str], None],
 ) -> dict[str, Callable[..., Any]]:
-    """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache. Returns them all."""
+    """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache.
+    Returns them all."""
     made = {}
     for name, (function, graph) in functions.items():
         artifact = _artifact(function, graph, device)
@@ -153,11 +183,14 @@ def _compile_here(
 def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
     graph = into_buffers(graph, function.into)
     values = [n.meta["val"] for n in graph.inputs]
-    return compat.inductor_compile(graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values])
+    return compat.inductor_compile(
+        graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
+    )
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:
-    """What a worker needs of a function. Its literals become arguments, for the code does not depend on their values."""
+    """What a worker needs of a function. Its literals become arguments, for the code does not depend on their
+    values."""
     module = fx.Graph()
     env = {node: module.placeholder(node.name) for node in graph.inputs}
     literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}

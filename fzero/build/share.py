@@ -1,7 +1,7 @@
 """Work that the ranks of one host divide: which of them see the same cache, who compiles what, and who has delivered.
 
-Messages go through the store, so that a rank that fails or dies while the others wait for it is an error that names it, and there are no locks to
-be left behind.
+Messages go through the store, so that a rank that fails or dies while the others wait for it is an error that names it,
+and there are no locks to be left behind.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Share:
             yield
         except BaseException as error:
             if len(self.ranks) > 1:
-                self._store.set(self._key("done", self._mesh.rank), json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}))
+                self._store.set(
+                    self._key("done", self._mesh.rank),
+                    json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}),
+                )
             raise
 
     def wait(self) -> None:

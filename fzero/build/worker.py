@@ -1,6 +1,8 @@
-"""Compiling in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that trains.
+"""Compiling in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that
+trains.
 
-`compile_jobs` is a rank's side: it starts one worker, hands it jobs, and reports as they are done. The worker writes entries to a cache and ends.
+`compile_jobs` is a rank's side: it starts one worker, hands it jobs, and reports as they are done. The worker writes
+entries to a cache and ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _UNIT_CHARS = 100_000
 
 @dataclass(frozen=True)
 class Job:
-    """A function to compile: a graph without literals, what its inputs look like, and how it is called (see `kernels.text_of`)."""
+    """A function to compile: a graph without literals, what its inputs look like, and how it is called (see
+    `kernels.text_of`)."""
 
     key: str
     name: str
@@ -44,7 +47,8 @@ class Job:
 
 
 class Failed(Exception):
-    """Functions cannot be compiled this way: there is no compiler, or a torch whose Inductor is another than is known here. The text is their own words."""
+    """Functions cannot be compiled this way: there is no compiler, or a torch whose Inductor is another than is known
+    here. The text is their own words."""
 
 
 def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None]) -> dict[str, str]:
@@ -62,7 +66,9 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
         Failed: one cannot be compiled.
     """
     answer = _ask(jobs, cache, cores, done, trust_cpu=True)
-    if "failed" in answer:  # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
+    if (
+        "failed" in answer
+    ):  # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
         answer = _ask(jobs, cache, cores, done, trust_cpu=False)
     if "failed" in answer:
         raise Failed(answer["failed"])
@@ -70,7 +76,17 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
 
 
 def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
-    request = pickle.dumps((tuple(jobs), cache, cores, trust_cpu, torch.get_num_threads(), compat.inductor_settings(), deterministic.setting()))
+    request = pickle.dumps(
+        (
+            tuple(jobs),
+            cache,
+            cores,
+            trust_cpu,
+            torch.get_num_threads(),
+            compat.inductor_settings(),
+            deterministic.setting(),
+        )
+    )
     answer: dict[str, Any] = {"failed": "the compiling process ended without a word"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
@@ -128,11 +144,15 @@ def main() -> None:
         say({"skipped": skipped})
 
 
-def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: Callable[[str], None]) -> dict[str, str]:
+def _work(
+    jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: Callable[[str], None]
+) -> dict[str, str]:
     plain: dict[str, cpp_kernels.Plain] = {}
     skipped: dict[str, str] = {}
     for job in jobs:
-        examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]  # never read
+        examples = [
+            torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs
+        ]  # never read
         try:
             lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu)
             plain[job.key] = cpp_kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
@@ -153,7 +173,8 @@ def _work(jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: 
 
 
 def _units(jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cores: int) -> list[list[Job]]:
-    """Functions to compile together: as few translation units as keep all cores busy, for each reads the headers again."""
+    """Functions to compile together: as few translation units as keep all cores busy, for each reads the headers
+    again."""
     sizes = {job.key: sum(len(k.source) for k in plain[job.key].kernels.values()) for job in jobs}
     number = max(1, min(cores, -(-sum(sizes.values()) // _UNIT_CHARS)))
     units: list[list[Job]] = [[] for _ in range(number)]
@@ -162,7 +183,9 @@ def _units(jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cores: int)
     return [unit for unit in units if unit]
 
 
-def _compile_unit(jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cache: Cache, command: Sequence[str]) -> list[str]:
+def _compile_unit(
+    jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cache: Cache, command: Sequence[str]
+) -> list[str]:
     numbers: dict[cpp_kernels.Kernel, int] = {}
     for job in jobs:
         for kernel in plain[job.key].kernels.values():

@@ -50,7 +50,9 @@ def latest(path: str | os.PathLike[str]) -> Path:
     """
     root = as_path(path)
     if not root.is_dir():
-        raise CheckpointError(message("checkpoint", f"{root} is {'not a directory' if root.exists() else 'not there'}", fix=GIVE))
+        raise CheckpointError(
+            message("checkpoint", f"{root} is {'not a directory' if root.exists() else 'not there'}", fix=GIVE)
+        )
     complete = complete_steps(root)
     try:
         name = (root / LATEST).read_text().strip()
@@ -58,19 +60,31 @@ def latest(path: str | os.PathLike[str]) -> Path:
         if complete:
             return complete[max(complete)]
         fix = f"{GIVE}; a .tmp- directory is a save that did not finish"
-        raise CheckpointError(message("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)) from None
+        raise CheckpointError(
+            message("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")) from None
+        raise CheckpointError(
+            message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")
+        ) from None
     match = _STEP.fullmatch(name)
     if match and int(match[1]) in complete:
         return complete[int(match[1])]
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
-    raise CheckpointError(message("checkpoint", what, [f"complete: {here}"], "write the name of one of these to that file, or give that directory"))
+    raise CheckpointError(
+        message(
+            "checkpoint",
+            what,
+            [f"complete: {here}"],
+            "write the name of one of these to that file, or give that directory",
+        )
+    )
 
 
 def find(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the newest complete checkpoint under a root, the same on every rank; None if nothing has been saved there yet.
+    """The directory of the newest complete checkpoint under a root, the same on every rank; None if nothing has been
+    saved there yet.
 
     For scripts that are started again by the command that started them. Every rank calls it; rank 0 looks.
 
@@ -122,4 +136,6 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Path:
 
 def _contents(root: Path) -> str:
     names = sorted(p.name for p in root.iterdir())
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing in it"
+    return (
+        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing in it"
+    )

@@ -23,7 +23,12 @@ _TEMPORARY = ".tmp-export-"
 
 
 def export(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "params", max_shard_bytes: int = 5_000_000_000, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str = "params",
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Writes the leaves under `prefix` as `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index.
 
@@ -65,10 +70,16 @@ def export(
     tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
     entries = [_entry(index, n, prefix, dtype) for n in names if kept[n] == n]
     source = {e.name: n for e, n in zip(entries, (n for n in names if kept[n] == n), strict=True)}
-    if problems := missing(index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})):
+    if problems := missing(
+        index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})
+    ):
         raise damaged(index, problems)
     shards = _shards(entries, max_shard_bytes)
-    files = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
 
     def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
         stored = index.leaves[source[entry.name]][1]
@@ -101,7 +112,10 @@ def export(
 def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
     problems, fixes = [], []
     if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
-        problems.append(f"prefix={prefix!r}: no leaf is under it; there are {', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}")
+        problems.append(
+            f"prefix={prefix!r}: no leaf is under it; there are "
+            f"{', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}"
+        )
         fixes.append("give one of these as prefix")
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1")
@@ -116,7 +130,9 @@ def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int,
         problems.append(f"{out} is a file")
         fixes.append("give a directory")
     if problems:
-        raise CheckpointError(message("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes)))
+        raise CheckpointError(
+            message("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes))
+        )
 
 
 def _short(name: str, prefix: str) -> str:
@@ -128,7 +144,9 @@ def _short(name: str, prefix: str) -> str:
 
 def _entry(index: Index, name: str, prefix: str, dtype: torch.dtype | None) -> format.Entry:
     shape, stored = index.leaves[name]
-    return format.Entry(_short(name, prefix), dtype if dtype is not None and stored.is_floating_point else stored, shape)
+    return format.Entry(
+        _short(name, prefix), dtype if dtype is not None and stored.is_floating_point else stored, shape
+    )
 
 
 def _shards(entries: list[format.Entry], limit: int) -> list[list[format.Entry]]:

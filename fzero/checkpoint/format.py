@@ -72,7 +72,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def write(path: Path, entries: Sequence[Entry], blocks: Callable[[Entry], Iterable[torch.Tensor]], metadata: Mapping[str, str] | None = None) -> Written:
+def write(
+    path: Path,
+    entries: Sequence[Entry],
+    blocks: Callable[[Entry], Iterable[torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
     """Writes a new safetensors file and fsyncs it.
 
     Args:
@@ -128,7 +133,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             raise FormatError(f"the bytes of {entry.name!r} begin at {entry.offset}, those before end at {end}")
         end += entry.nbytes
     if end != size:
-        raise FormatError(f"{size} bytes where its header announces {end}: {'truncated' if size < end else 'something was appended'}")
+        raise FormatError(
+            f"{size} bytes where its header announces {end}: {'truncated' if size < end else 'something was appended'}"
+        )
     return {e.name: e for e in entries}, metadata
 
 
@@ -267,7 +274,11 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
     for entry in entries:
         if entry.name in header:
             raise FormatError(f"two tensors are named {entry.name!r}, or the name is reserved")
-        header[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        header[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
         starts[entry.name] = at
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

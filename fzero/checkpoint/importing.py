@@ -25,9 +25,11 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     """Reads a model that `export` or any Hugging Face library wrote.
 
     Args:
-        path: a directory with `model.safetensors` or `model.safetensors.index.json` and its files, or one .safetensors file.
-        like: a tree of tensors, on the meta device will do: the result has its structure, and the names, shapes and dtypes
-            found must be its own. Without it dotted names become nested dicts, and a dict whose keys are 0 to n-1 a list.
+        path: a directory with `model.safetensors` or `model.safetensors.index.json` and its files, or one .safetensors
+            file.
+        like: a tree of tensors, on the meta device will do: the result has its structure, and the names, shapes and
+            dtypes found must be its own. Without it dotted names become nested dicts, and a dict whose keys are 0 to
+            n-1 a list.
         cast: convert dtypes to those of `like`.
 
     Returns:
@@ -49,11 +51,21 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     flat, spec = tree.flatten(like)
     names = tree.names(like)
     source = _sources(names, flat, entries, tied)
-    problems = [f"{n}: missing in the files, expected {tree.describe(x)}" for n, x in zip(names, flat, strict=True) if n not in source]
-    problems += [f"{n}: unexpected, the files have {show(e.shape, e.dtype)}" for n, (_, e) in entries.items() if n not in source.values() and n not in names]
+    problems = [
+        f"{n}: missing in the files, expected {tree.describe(x)}"
+        for n, x in zip(names, flat, strict=True)
+        if n not in source
+    ]
+    problems += [
+        f"{n}: unexpected, the files have {show(e.shape, e.dtype)}"
+        for n, (_, e) in entries.items()
+        if n not in source.values() and n not in names
+    ]
     for name, x in zip(names, flat, strict=True):
         found = entries[source[name]][1] if name in source else None
-        if found and not (isinstance(x, torch.Tensor) and tuple(x.shape) == found.shape and (cast or x.dtype == found.dtype)):
+        if found and not (
+            isinstance(x, torch.Tensor) and tuple(x.shape) == found.shape and (cast or x.dtype == found.dtype)
+        ):
             problems.append(f"{name}: the files have {show(found.shape, found.dtype)}, expected {tree.describe(x)}")
     if problems:
         fix = "import without like= to see what is there; pass cast=True if only dtypes differ"
@@ -66,7 +78,8 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
 
 
 def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
-    """For each name, the stored name that has its data: itself, the one it was tied to, or one that it is tied to in `like`."""
+    """For each name, the stored name that has its data: itself, the one it was tied to, or one that it is tied to in
+    `like`."""
     same: dict[int, list[str]] = {}
     for name, first in zip(names, ties(flat), strict=True):
         same.setdefault(first, []).append(name)
@@ -103,7 +116,11 @@ def _entries(path: Path) -> tuple[dict[str, tuple[Path, format.Entry]], dict[str
         for name, entry in header.items():
             if weight_map is None or weight_map.get(name) == file.name:
                 found[name] = (file, entry)
-        problems += [f"{file.name}: {n} is not in it, as {WEIGHTS_INDEX} says" for n, f in (weight_map or {}).items() if f == file.name and n not in header]
+        problems += [
+            f"{file.name}: {n} is not in it, as {WEIGHTS_INDEX} says"
+            for n, f in (weight_map or {}).items()
+            if f == file.name and n not in header
+        ]
     if problems:
         raise CheckpointError(message("checkpoint.import_", f"cannot read {path}", problems, _COPY))
     return found, {n: k for n, k in tied.items() if n not in found and k in found}
@@ -114,8 +131,14 @@ def _weight_map(file: Path) -> dict[str, str]:
         weight_map = json.loads(file.read_bytes())["weight_map"]
         names = list(weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(message("checkpoint.import_", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)) from None
-    if odd := [f"{n!r} is not a plain file name" for n in dict.fromkeys(map(str, names)) if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)]:
+        raise CheckpointError(
+            message("checkpoint.import_", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
+        ) from None
+    if odd := [
+        f"{n!r} is not a plain file name"
+        for n in dict.fromkeys(map(str, names))
+        if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)
+    ]:
         raise CheckpointError(message("checkpoint.import_", f"{file} names files outside its directory", odd, _COPY))
     return weight_map
 

@@ -113,9 +113,16 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     if not isinstance(path, Index):  # `latest` is written by a save that may run meanwhile: one rank reads it
         what = f"cannot read {path}"
         first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None)[0]
-    seen = together(ranks, "checkpoint", f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found", lambda: look(first))
+    seen = together(
+        ranks,
+        "checkpoint",
+        f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found",
+        lambda: look(first),
+    )
     if any(digest != seen[0][1] for _, digest in seen):
-        problems = [f"rank {rank}: {text}" for rank, (text, digest) in enumerate(seen) if rank == 0 or digest != seen[0][1]]
+        problems = [
+            f"rank {rank}: {text}" for rank, (text, digest) in enumerate(seen) if rank == 0 or digest != seen[0][1]
+        ]
         fix = "give every rank the same path, on a filesystem that all ranks share"
         raise CheckpointError(message("checkpoint", "the ranks would read different checkpoints", problems, fix))
     return found[0]
@@ -126,7 +133,9 @@ def _read_index(directory: Path) -> Index:
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
-        fix = "a step directory without an index is incomplete: restore another step, or copy it again with all its files"
+        fix = (
+            "a step directory without an index is incomplete: restore another step, or copy it again with all its files"
+        )
         raise _error(directory, [f"{INDEX}: missing"], fix) from None
     except OSError as error:
         raise _error(directory, [f"{INDEX}: {error}"], "make it readable") from None
@@ -137,7 +146,11 @@ def _read_index(directory: Path) -> Index:
         raise _error(directory, [f"{INDEX}: not the index of a fzero checkpoint"], fix)
     if type(version := content.get("version")) is not int or version > VERSION:
         raise _error(directory, [f"{INDEX}: version {version!r}, this fzero reads up to {VERSION}"], "update fzero")
-    problems = [] if content.get("sha256") == _digest(content) else [f"{INDEX}: corrupt, its contents do not match its own sha256"]
+    problems = (
+        []
+        if content.get("sha256") == _digest(content)
+        else [f"{INDEX}: corrupt, its contents do not match its own sha256"]
+    )
     try:
         index = _parse(directory, content)
         problems += _inconsistent(index)
@@ -160,23 +173,41 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
             or whose fields are others now.
     """
     index = path if isinstance(path, Index) else describe(path)
-    metas = {name: torch.empty(index.leaves[name][0], dtype=index.leaves[name][1], device="meta") for name in index.parts}
+    metas = {
+        name: torch.empty(index.leaves[name][0], dtype=index.leaves[name][1], device="meta") for name in index.parts
+    }
     tree, problems = skeletons.decode(index.skeleton, lambda name: metas[index.aliases.get(name, name)])
     if problems:
         fix = "import the modules that define these classes, with the fields they had, before reading"
-        raise CheckpointError(message("checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix))
+        raise CheckpointError(
+            message("checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix)
+        )
     return tree
 
 
 def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
     """Every way in which the leaves of a checkpoint are not those expected, a line each."""
-    out = [f"{name}: missing in the checkpoint, expected {show(*expected[name])}" for name in expected if name not in index.leaves]
+    out = [
+        f"{name}: missing in the checkpoint, expected {show(*expected[name])}"
+        for name in expected
+        if name not in index.leaves
+    ]
     if not subset:
-        out += [f"{name}: unexpected, the checkpoint has {show(*leaf)}" for name, leaf in index.leaves.items() if name not in expected]
+        out += [
+            f"{name}: unexpected, the checkpoint has {show(*leaf)}"
+            for name, leaf in index.leaves.items()
+            if name not in expected
+        ]
     for name, (shape, dtype) in expected.items():
         stored = index.leaves.get(name)
         if stored is not None and (tuple(shape) != stored[0] or (dtype != stored[1] and not cast)):
-            what = "shape and dtype" if tuple(shape) != stored[0] and dtype != stored[1] else "shape" if tuple(shape) != stored[0] else "dtype"
+            what = (
+                "shape and dtype"
+                if tuple(shape) != stored[0] and dtype != stored[1]
+                else "shape"
+                if tuple(shape) != stored[0]
+                else "dtype"
+            )
             out.append(f"{name}: another {what}, the checkpoint has {show(*stored)}, expected {show(shape, dtype)}")
     return out
 
@@ -198,7 +229,8 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
         >>> check(index, {"params.w": ((3, 2), torch.float32)})
         Traceback (most recent call last):
             ...
-        fzero.errors.CheckpointError: fzero.checkpoint: the checkpoint ckpt/step-00000001 does not fit: 1 of 1 leaves differ
+        fzero.errors.CheckpointError: fzero.checkpoint: the checkpoint ckpt/step-00000001 does not fit: 1 of 1 leaves
+          differ
           params.w: another shape, the checkpoint has float32[2, 3], expected float32[3, 2]
         Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
     """
@@ -210,7 +242,14 @@ def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
     if all(": another dtype," in p for p in problems):
         fix = "give the state the stored dtypes, or pass cast=True to convert"
-    return CheckpointError(message("checkpoint", f"the checkpoint {index.directory} does not fit: {len(problems)} of {total} leaves differ", problems, fix))
+    return CheckpointError(
+        message(
+            "checkpoint",
+            f"the checkpoint {index.directory} does not fit: {len(problems)} of {total} leaves differ",
+            problems,
+            fix,
+        )
+    )
 
 
 def dump(content: dict[str, Any]) -> bytes:
@@ -228,14 +267,22 @@ def dump(content: dict[str, Any]) -> bytes:
 
 
 def to_json(
-    step: int, leaves: Expected, parts: Mapping[str, Iterable[Part]], aliases: Mapping[str, str], skeleton: Any, meta: Any, files: Mapping[str, File]
+    step: int,
+    leaves: Expected,
+    parts: Mapping[str, Iterable[Part]],
+    aliases: Mapping[str, str],
+    skeleton: Any,
+    meta: Any,
+    files: Mapping[str, File],
 ) -> dict[str, Any]:
     """The contents of an index, for `dump`."""
     stored = {
         name: {
             "shape": list(leaves[name][0]),
             "dtype": str(leaves[name][1]).removeprefix("torch."),
-            "parts": [{"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "offset": p.offset} for p in pieces],
+            "parts": [
+                {"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "offset": p.offset} for p in pieces
+            ],
         }
         for name, pieces in parts.items()
     }
@@ -258,7 +305,9 @@ def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
     stored = content["leaves"]
     shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
     parts = {name: tuple(_part(p) for p in leaf["parts"]) for name, leaf in stored.items()}
-    files = {name: File(_count(f["bytes"]), _text(f["sha256"]), _text(f["crc32"])) for name, f in content["files"].items()}
+    files = {
+        name: File(_count(f["bytes"]), _text(f["sha256"]), _text(f["crc32"])) for name, f in content["files"].items()
+    }
     aliases = {_text(later): _text(first) for later, first in content["aliases"].items()}
     if content["chunk"] != CHUNK:
         raise ValueError(f"chunks of {content['chunk']} bytes")
@@ -266,7 +315,17 @@ def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
     if sorted(order) != sorted([*shapes, *aliases]):
         raise ValueError("the tree and the table of leaves name different leaves")
     leaves = {name: shapes[aliases.get(name, name)] for name in order}
-    return Index(directory, _count(content["step"]), leaves, aliases, content["skeleton"], dict(content["meta"]), files, parts, _text(content["sha256"]))
+    return Index(
+        directory,
+        _count(content["step"]),
+        leaves,
+        aliases,
+        content["skeleton"],
+        dict(content["meta"]),
+        files,
+        parts,
+        _text(content["sha256"]),
+    )
 
 
 def _part(p: Mapping[str, Any]) -> Part:
@@ -300,7 +359,11 @@ def _inconsistent(index: Index) -> list[str]:
     return out
 
 
-def _error(directory: Path, problems: list[str], fix: str = "restore another step, or copy this one again from where it was saved") -> CheckpointError:
+def _error(
+    directory: Path,
+    problems: list[str],
+    fix: str = "restore another step, or copy this one again from where it was saved",
+) -> CheckpointError:
     return CheckpointError(message("checkpoint", f"cannot use the checkpoint {directory}", problems, fix))
 
 

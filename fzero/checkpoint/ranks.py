@@ -32,7 +32,9 @@ def world() -> Ranks:
     return ALONE
 
 
-def together(ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None) -> list[T]:
+def together(
+    ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None
+) -> list[T]:
     """What `act()` returned on every rank.
 
     Args:
@@ -86,6 +88,9 @@ def _text(error: BaseException) -> tuple[str, str | None]:
         text, _, fix = str(error).partition("\nFix: ")
         return text, fix or None
     if isinstance(error, OSError):
-        fix = "make the directory writable, with enough free space for the whole checkpoint, on a filesystem that all ranks share"
+        fix = (
+            "make the directory writable, with enough free space for the whole checkpoint, on a filesystem that all "
+            "ranks share"
+        )
         return f"{type(error).__name__}: {error}", fix
     return f"{type(error).__name__}: {error}", None

@@ -35,29 +35,39 @@ class _Piece(NamedTuple):
 
 
 def read(
-    path: str | os.PathLike[str] | Index, wanted: Mapping[str, Leaf], mesh: Mesh, *, cast: bool = False, into: Mapping[str, torch.Tensor] | None = None
+    path: str | os.PathLike[str] | Index,
+    wanted: Mapping[str, Leaf],
+    mesh: Mesh,
+    *,
+    cast: bool = False,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved from.
+    """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved
+    from.
 
     Args:
-        path: one step's directory, or the root of several: then its latest, as the first rank finds it; or what `describe` returned.
+        path: one step's directory, or the root of several: then its latest, as the first rank finds it; or what
+            `describe` returned.
         wanted: by dotted name (`fz.tree.names`), how each leaf is to rest. Names in the checkpoint that are not wanted
             are not read: `check` compares whole states. Names with the same `Leaf` (path included) are one tied tensor.
         mesh: each tensor has the resting shape of its leaf on this rank, zero-padded, and is placed on it: on
             `mesh.device` for the tier "device", in host memory for any other.
         cast: convert stored dtypes to those wanted, where they differ.
-        into: by path of the leaf, the tensors to fill and return in place of new ones; those of leaves on disk must be among them.
+        into: by path of the leaf, the tensors to fill and return in place of new ones; those of leaves on disk must be
+            among them.
 
-    Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read one checkpoint, and
-        raise if one does; every rank calls it. Each rank reads the bytes of its own ranges, to the next MiB.
+    Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read one
+        checkpoint, and raise if one does; every rank calls it. Each rank reads the bytes of its own ranges, to the next
+        MiB.
 
-    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype; with leaves on disk
-        buffers of 96 MiB besides.
+    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype;
+        with leaves on disk buffers of 96 MiB besides.
 
     Raises:
-        CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are missing,
-            truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at once. Ranks that would read
-            different checkpoints, with the directory and the step of each, before anything is read.
+        CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are
+            missing, truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at
+            once. Ranks that would read different checkpoints, with the directory and the step of each, before anything
+            is read.
 
     Example:
         >>> import tempfile, typing
@@ -98,7 +108,10 @@ def missing(index: Index, files: Iterable[str]) -> list[str]:
             size = os.stat(index.directory / name).st_size
         except OSError as error:
             size = -1
-            problems.append(f"{name}: {'missing' if isinstance(error, FileNotFoundError) else error}; {_held(index, name, 0, index.files[name].bytes)}")
+            problems.append(
+                f"{name}: {'missing' if isinstance(error, FileNotFoundError) else error}; "
+                f"{_held(index, name, 0, index.files[name].bytes)}"
+            )
         expected = index.files[name].bytes
         if 0 <= size < expected:
             problems.append(f"{name}: truncated, {size} of {expected} bytes; {_held(index, name, size, expected)}")
@@ -124,47 +137,93 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
 
 
 def _read_as(
-    ranks: Ranks, path: str | os.PathLike[str] | Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor] | None = None
+    ranks: Ranks,
+    path: str | os.PathLike[str] | Index,
+    wanted: Mapping[str, Leaf],
+    mesh: Mesh,
+    cast: bool,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     index = agreed(ranks, path)
-    together(ranks, "checkpoint.read", f"cannot read {index.directory}", lambda: out.update(_read(index, wanted, mesh, cast, into or {})))
+    together(
+        ranks,
+        "checkpoint.read",
+        f"cannot read {index.directory}",
+        lambda: out.update(_read(index, wanted, mesh, cast, into or {})),
+    )
     return out
 
 
-def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if problems := differences(index, {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}, cast=cast, subset=True):
+def _read(
+    index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    if problems := differences(
+        index, {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}, cast=cast, subset=True
+    ):
         raise mismatch(index, problems, len(wanted))
     first: dict[Leaf, str] = {}
     tied = {name: first.setdefault(leaf, name) for name, leaf in wanted.items()}
     stored = {name: index.aliases.get(name, name) for name in wanted}
-    if problems := [f"{name} and {tied[name]}: one tensor here, two in the checkpoint" for name in wanted if stored[name] != stored[tied[name]]]:
+    if problems := [
+        f"{name} and {tied[name]}: one tensor here, two in the checkpoint"
+        for name in wanted
+        if stored[name] != stored[tied[name]]
+    ]:
         what = f"the checkpoint {index.directory} ties other leaves than this state"
         raise CheckpointError(message("checkpoint.read", what, problems, "build the state without that tie"))
     todo = [name for name in wanted if tied[name] == name]
     spans = {name: wanted[name].valid_range(mesh) for name in todo}
-    touched = {p.file for name in todo for p in index.parts[stored[name]] if p.start < spans[name][1] and spans[name][0] < p.stop}
+    touched = {
+        p.file
+        for name in todo
+        for p in index.parts[stored[name]]
+        if p.start < spans[name][1] and spans[name][0] < p.stop
+    }
     if problems := missing(index, sorted(touched)):
         raise damaged(index, problems)
     on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
-    if problems := [f"{wanted[name].path}: rests on disk, and no place for it is given" for name in on_disk if wanted[name].path not in into]:
-        raise CheckpointError(message("checkpoint.read", f"cannot read {index.directory}", problems, "call restore of the step, which makes places"))
+    if problems := [
+        f"{wanted[name].path}: rests on disk, and no place for it is given"
+        for name in on_disk
+        if wanted[name].path not in into
+    ]:
+        raise CheckpointError(
+            message(
+                "checkpoint.read",
+                f"cannot read {index.directory}",
+                problems,
+                "call restore of the step, which makes places",
+            )
+        )
     out: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
-        sizes = {name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize for name in todo if wanted[name].layout.tier != "disk"}
+        sizes = {
+            name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize
+            for name in todo
+            if wanted[name].layout.tier != "disk"
+        }
         for group in _groups(sizes):
             jobs: dict[str, list[_Piece]] = defaultdict(list)
             for name in group:
                 leaf, dtype = wanted[name], index.leaves[name][1]
                 device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
                 given = into.get(leaf.path) if dtype == leaf.dtype else None
-                out[name] = torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device) if given is None else given.zero_()
+                out[name] = (
+                    torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device)
+                    if given is None
+                    else given.zero_()
+                )
                 _cut(index, stored[name], spans[name], format.as_bytes(out[name]), jobs)
             reading.run(jobs)
             for name in group:
                 leaf, value = wanted[name], out[name].to(wanted[name].dtype)
-                out[name] = place(into[leaf.path].copy_(value) if leaf.path in into and value is not into[leaf.path] else value, leaf, mesh)
+                out[name] = place(
+                    into[leaf.path].copy_(value) if leaf.path in into and value is not into[leaf.path] else value,
+                    leaf,
+                    mesh,
+                )
         for name in on_disk:
             out[name] = into[wanted[name].path]
             reading.to_disk(stored[name], spans[name], out[name])
@@ -174,7 +233,8 @@ def _read(index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into
 
 
 class _Reading:
-    """Fills memory and disk from the files of a checkpoint, several pieces at a time, and remembers what is wrong with them."""
+    """Fills memory and disk from the files of a checkpoint, several pieces at a time, and remembers what is wrong with
+    them."""
 
     def __init__(self, index: Index, pool: ThreadPoolExecutor):
         self._index, self._pool = index, pool
@@ -184,7 +244,9 @@ class _Reading:
     def run(self, jobs: Mapping[str, list[_Piece]], nbytes: int = _BATCH) -> None:
         """Reads the pieces of each file, at most `nbytes` by one thread at a time."""
         batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
-        for (file, _), (chunks, problem) in zip(batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True):
+        for (file, _), (chunks, problem) in zip(
+            batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True
+        ):
             self._problems += [problem] if problem else []
             for chunk, leaf in chunks:
                 self._bad.setdefault((file, chunk), {})[leaf] = None
@@ -202,7 +264,9 @@ class _Reading:
             write(torch.zeros(out.numel() - (span[1] - span[0]), dtype=out.dtype))
 
     def faults(self) -> list[str]:
-        return self._problems + [_bad_chunk(self._index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(self._bad.items())]
+        return self._problems + [
+            _bad_chunk(self._index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(self._bad.items())
+        ]
 
 
 def _cut(index: Index, name: str, span: tuple[int, int], out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
@@ -234,7 +298,9 @@ def _fill(index: Index, file: str, pieces: list[_Piece]) -> tuple[list[tuple[int
     """Reads pieces of one file; returns the damaged chunks with the leaf that each hits, and what else went wrong."""
     try:
         with format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
-            return [(chunk, piece.leaf) for piece in pieces for chunk in ranges.read_into(piece.out, piece.offset)], None
+            return [
+                (chunk, piece.leaf) for piece in pieces for chunk in ranges.read_into(piece.out, piece.offset)
+            ], None
     except (OSError, format.FormatError) as error:
         return [], f"{file}: {error}; it holds {_few([p.leaf for p in pieces])}"
 
@@ -258,7 +324,10 @@ def _damage(index: Index, name: str) -> list[str]:
 
 def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = None) -> str:
     start, stop = chunk * format.CHUNK, min((chunk + 1) * format.CHUNK, index.files[file].bytes)
-    return f"{file}: damaged between bytes {start} and {stop}; {_held(index, file, start, stop) if leaves is None else 'there lies ' + _few(leaves)}"
+    return (
+        f"{file}: damaged between bytes {start} and {stop}; "
+        f"{_held(index, file, start, stop) if leaves is None else 'there lies ' + _few(leaves)}"
+    )
 
 
 def _held(index: Index, file: str, start: int, stop: int) -> str:
@@ -266,7 +335,12 @@ def _held(index: Index, file: str, start: int, stop: int) -> str:
     hit = [
         name
         for name, parts in index.parts.items()
-        if any(p.file == file and p.offset < stop and start < p.offset + (p.stop - p.start) * index.leaves[name][1].itemsize for p in parts)
+        if any(
+            p.file == file
+            and p.offset < stop
+            and start < p.offset + (p.stop - p.start) * index.leaves[name][1].itemsize
+            for p in parts
+        )
     ]
     return f"there {'lie' if len(hit) > 1 else 'lies'} {_few(hit)}" if hit else "only its header lies there"
 

@@ -37,7 +37,8 @@ from fzero.step import lasting
 
 @dataclass(frozen=True)
 class Plan:
-    """What a save writes: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for `tensors`."""
+    """What a save writes: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
+    `tensors`."""
 
     step: int
     size: int
@@ -49,11 +50,25 @@ class Plan:
     axes: Mapping[str, int] = field(default_factory=dict)  # of the mesh that leaves are sharded over
 
     def digest(self) -> str:
-        facts = (self.step, self.size, list(self.leaves.items()), list(self.aliases.items()), self.skeleton, list(self.parts.items()))
+        facts = (
+            self.step,
+            self.size,
+            list(self.leaves.items()),
+            list(self.aliases.items()),
+            self.skeleton,
+            list(self.parts.items()),
+        )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, check_replicas: bool = True) -> Path:
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    check_replicas: bool = True,
+) -> Path:
     """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
 
     Every rank calls it. It returns when the checkpoint is complete and on stable storage; until then the previous one
@@ -61,16 +76,17 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
 
     Args:
         path: the root directory, on a filesystem that all ranks share; made if it is not there. One save at a time.
-        state: a State of a plain Step or of a CompiledStep: a pytree of tensors, numbers and strings with a field `step`.
-            Tensors without a layout are taken to be whole and equal on all ranks.
+        state: a State of a plain Step or of a CompiledStep: a pytree of tensors, numbers and strings with a field
+            `step`. Tensors without a layout are taken to be whole and equal on all ranks.
         keep: delete, after success, all but this many checkpoints, counting this one and those of earlier steps.
             Checkpoints of later steps are never touched.
         meta: anything JSON can hold, e.g. the run's configuration; rank 0's is stored.
-        check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a checkpoint that one of them
-            wrote. It reads those leaves once, where they are, except for leaves on disk, which are not compared.
+        check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a
+            checkpoint that one of them wrote. It reads those leaves once, where they are, except for leaves on disk,
+            which are not compared.
 
-    Communication: a few bytes through the store; four exchanges of small objects; each rank writes the shards it holds, one of the replicas of a shard
-        and of a whole leaf, spread over the ranks by size.
+    Communication: a few bytes through the store; four exchanges of small objects; each rank writes the shards it holds,
+        one of the replicas of a shard and of a whole leaf, spread over the ranks by size.
 
     Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk.
 
@@ -87,7 +103,9 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, m
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
-    mesh = next((tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None)
+    mesh = next(
+        (tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None
+    )
     with contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save"):
         return save_as(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas)
 
@@ -128,15 +146,27 @@ def save_as(
     assert plan is not None and temporary is not None
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         undo()
-        problems = [f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd]
-        raise CheckpointError(message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank"))
+        problems = [
+            f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
+        ]
+        raise CheckpointError(
+            message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
+        )
     if check_replicas and ranks.size > 1 and (problems := differing(held, plan.axes, ranks.size, ranks.exchange)):
         undo()
         fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
-        raise CheckpointError(message("checkpoint.save", f"{what}: the ranks hold different values of the same leaves", problems, fix))
+        raise CheckpointError(
+            message("checkpoint.save", f"{what}: the ranks hold different values of the same leaves", problems, fix)
+        )
     job, target = plan, temporary
     together(ranks, "checkpoint.save", what, lambda: write_rank_file(target, job, ranks.rank), undo)
-    done = together(ranks, "checkpoint.save", what, lambda: str(commit(root, target, job, keep=keep, meta=meta)) if ranks.rank == 0 else "", undo)
+    done = together(
+        ranks,
+        "checkpoint.save",
+        what,
+        lambda: str(commit(root, target, job, keep=keep, meta=meta)) if ranks.rank == 0 else "",
+        undo,
+    )
     return Path(done[0])
 
 
@@ -186,13 +216,24 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
                 loads[ranks[0]] += (stop - start) * tensor.dtype.itemsize
     if problems:
         fix = "save the State that train_step or compile returned"
-        raise CheckpointError(message("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix))
+        raise CheckpointError(
+            message("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
+        )
     for nbytes, name, start, stop, ranks in sorted(shared, key=lambda x: -x[0]):
         writer = min(ranks, key=lambda r: loads[r])
         loads[writer] += nbytes
         parts[name].append((writer, start, stop))
     axes = next((tag[1].axes for x in tensors.values() if (tag := leaf_of(x)) is not None), {})
-    return Plan(step, size, leaves, aliases, tree, {name: tuple(sorted(p, key=lambda x: x[1])) for name, p in parts.items()}, tensors, axes)
+    return Plan(
+        step,
+        size,
+        leaves,
+        aliases,
+        tree,
+        {name: tuple(sorted(p, key=lambda x: x[1])) for name, p in parts.items()},
+        tensors,
+        axes,
+    )
 
 
 def file_name(rank: int, size: int) -> str:
@@ -202,7 +243,13 @@ def file_name(rank: int, size: int) -> str:
 def prepare(root: Path, temporary: Path) -> None:
     """Makes the temporary directory, after finishing or removing what saves that were killed left."""
     if root.exists() and not root.is_dir():
-        raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix="give the directory in which checkpoints are to be made"))
+        raise CheckpointError(
+            message(
+                "checkpoint.save",
+                f"{root} is not a directory",
+                fix="give the directory in which checkpoints are to be made",
+            )
+        )
     if not root.is_dir():
         root.mkdir(parents=True)
         format.sync(root.parent)
@@ -227,7 +274,10 @@ def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
 
     def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
         start, stop = mine[entry.name]
-        tensor, left = plan.tensors[entry.name], (stop - start) * entry.dtype.itemsize  # less the padding, which is at the end
+        tensor, left = (
+            plan.tensors[entry.name],
+            (stop - start) * entry.dtype.itemsize,
+        )  # less the padding, which is at the end
         on_disk = extent_of(tensor) is not None
         for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
             data = format.as_bytes(piece)[:left]
@@ -240,13 +290,21 @@ def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
     format.write_file(temporary / _note(rank), json.dumps(note).encode())
 
 
-def commit(root: Path, temporary: Path, plan: Plan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None) -> Path:
+def commit(
+    root: Path, temporary: Path, plan: Plan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
+) -> Path:
     """Makes the files that all ranks have written the latest checkpoint."""
     target = root / step_name(plan.step)
     notes = [_read_note(temporary, rank, plan.size) for rank in range(plan.size)]
     files = {file_name(rank, plan.size): File(n["bytes"], n["sha256"], n["crc32"]) for rank, n in enumerate(notes)}
-    parts = {name: [Part(file_name(r, plan.size), name, a, b, notes[r]["offsets"][name]) for r, a, b in ps] for name, ps in plan.parts.items()}
-    format.write_file(temporary / INDEX, dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files)))
+    parts = {
+        name: [Part(file_name(r, plan.size), name, a, b, notes[r]["offsets"][name]) for r, a, b in ps]
+        for name, ps in plan.parts.items()
+    }
+    format.write_file(
+        temporary / INDEX,
+        dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files)),
+    )
     for rank in range(plan.size):
         os.unlink(temporary / _note(rank))
     format.sync(temporary)
@@ -269,7 +327,9 @@ def commit(root: Path, temporary: Path, plan: Plan, *, keep: int | None = None, 
             _retire(root, directory)
     except OSError as error:
         what = f"{target} is saved and is the latest, but an older checkpoint could not be deleted"
-        raise CheckpointError(message("checkpoint.save", what, [str(error)], "delete it by hand, or make it writable")) from error
+        raise CheckpointError(
+            message("checkpoint.save", what, [str(error)], "delete it by hand, or make it writable")
+        ) from error
     return target
 
 
@@ -277,7 +337,10 @@ def _step(state: Any, problems: list[str]) -> int:
     step = getattr(state, "step", None)
     whole = isinstance(step, torch.Tensor) and step.numel() == 1 and not step.dtype.is_floating_point
     if not (whole or type(step) is int) or int(step) < 0:  # type: ignore[arg-type]
-        problems.append(f"state.step: {show(step.shape, step.dtype) if isinstance(step, torch.Tensor) else repr(step)}, not the number of a step")
+        problems.append(
+            f"state.step: {show(step.shape, step.dtype) if isinstance(step, torch.Tensor) else repr(step)}, not the "
+            f"number of a step"
+        )
         return 0
     return int(step)  # type: ignore[arg-type]
 
@@ -293,7 +356,10 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
     if (mesh.rank, mesh.size) != (rank, size):
         return f"it is rank {mesh.rank}'s on a mesh of {mesh.size}, saved by rank {rank} of {size}"
     if tuple(tensor.shape) != leaf.resting_shape(mesh) or tensor.dtype != leaf.dtype:
-        return f"it is {show(tensor.shape, tensor.dtype)} where its layout says {show(leaf.resting_shape(mesh), leaf.dtype)}"
+        return (
+            f"it is {show(tensor.shape, tensor.dtype)} where its layout says "
+            f"{show(leaf.resting_shape(mesh), leaf.dtype)}"
+        )
     return None
 
 
@@ -315,7 +381,9 @@ def _check_arguments(keep: Any, meta: Any) -> None:
     except (TypeError, ValueError) as error:
         problems.append(f"meta: JSON cannot hold it: {error}")
     if problems:
-        raise CheckpointError(message("checkpoint.save", "these arguments cannot work", problems, "change them as said above"))
+        raise CheckpointError(
+            message("checkpoint.save", "these arguments cannot work", problems, "change them as said above")
+        )
 
 
 def _note(rank: int) -> str:
@@ -330,7 +398,12 @@ def _read_note(temporary: Path, rank: int, size: int) -> dict[str, Any]:
         what, fix = f"what rank {rank} wrote is not to be seen from rank 0", "save to a filesystem that all ranks share"
         raise CheckpointError(message("checkpoint.save", what, [str(temporary / file_name(rank, size))], fix)) from None
     if found != note["bytes"]:
-        raise CheckpointError(message("checkpoint.save", f"{temporary / file_name(rank, size)} has {found} bytes, rank {rank} wrote {note['bytes']}"))
+        raise CheckpointError(
+            message(
+                "checkpoint.save",
+                f"{temporary / file_name(rank, size)} has {found} bytes, rank {rank} wrote {note['bytes']}",
+            )
+        )
     return note
 
 

@@ -55,12 +55,19 @@ def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
                 return None
             keys = list(x) if type(x) is OrderedDict else _sorted(x)
             nodes = inner([(k, x[k]) for k in keys], "[{!r}]")
-            return {"dict" if type(x) is dict else "ordered_dict": [[k, node] for k, node in zip(keys, nodes, strict=True)]}
+            return {
+                "dict" if type(x) is dict else "ordered_dict": [[k, node] for k, node in zip(keys, nodes, strict=True)]
+            }
         if (kind := _kind(type(x))) is not None:
             fields = _fields(type(x))
             nodes = inner([(f, getattr(x, f)) for f in fields], ".{}")
-            return {kind: f"{type(x).__module__}:{type(x).__qualname__}", "fields": [[f, node] for f, node in zip(fields, nodes, strict=True)]}
-        problems.append(f"{path}: a {type(x).__module__}.{type(x).__qualname__} is no tensor, number, str or known container")
+            return {
+                kind: f"{type(x).__module__}:{type(x).__qualname__}",
+                "fields": [[f, node] for f, node in zip(fields, nodes, strict=True)],
+            }
+        problems.append(
+            f"{path}: a {type(x).__module__}.{type(x).__qualname__} is no tensor, number, str or known container"
+        )
         return None
 
     return visit(tree, (), "state"), leaves, problems
@@ -111,7 +118,11 @@ def names(skeleton: Node) -> list[str]:
             return [n for node in nodes for n in names(node)]
         case {"dict": list(items), **rest} | {"ordered_dict": list(items), **rest} if not rest:
             return [n for key, node in items if _is(key, str, int) for n in names(node)]
-        case {"namedtuple": str(), "fields": list(items), **rest} | {"dataclass": str(), "fields": list(items), **rest} if not rest:
+        case {"namedtuple": str(), "fields": list(items), **rest} | {
+            "dataclass": str(),
+            "fields": list(items),
+            **rest,
+        } if not rest:
             return [n for key, node in items if _is(key, str) for n in names(node)]
     raise ValueError(f"not a node of a skeleton: {str(skeleton)[:80]}")
 
@@ -162,5 +173,9 @@ def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str |
     if not isinstance(found, type) or _kind(found) is None:
         return None, f"{where}: {'not found' if found is None else f'{found!r} is no NamedTuple or dataclass'}"
     if (_kind(found), _fields(found)) != (kind, fields):
-        return None, f"{where}: stored as a {kind} of ({', '.join(fields)}), it is a {_kind(found)} of ({', '.join(_fields(found))})"
+        return (
+            None,
+            f"{where}: stored as a {kind} of ({', '.join(fields)}), it is a {_kind(found)} of "
+            f"({', '.join(_fields(found))})",
+        )
     return found, None

@@ -1,8 +1,8 @@
 """The command line: `fzero plan`, `fzero show`, `fzero check`, `fzero calibrate`.
 
-A command is a frozen dataclass (commands.py) whose fields are its flags. It returns its exit code: 0; 1: the step does not fit its budget, is not what
-it is without transforms, or something failed; 2: flags or a target that cannot be meant. Errors are text on stderr; a traceback is shown of a user's own
-code only.
+A command is a frozen dataclass (commands.py) whose fields are its flags. It returns its exit code: 0; 1: the step does
+not fit its budget, is not what it is without transforms, or something failed; 2: flags or a target that cannot be
+meant. Errors are text on stderr; a traceback is shown of a user's own code only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it flushes at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python complains again when it flushes at exit
         return PIPE_CLOSED
     return code
 

@@ -55,7 +55,8 @@ class _OfTarget:
     mesh: Annotated[tuple[str, ...], _MESH]
     """axes and their sizes, outermost first: data=8, or replica=2 data=4"""
     device: Annotated[str | None, _DEVICE] = None
-    """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind: a100,memory_bytes=40GB,disk_read=3GB"""
+    """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
+    a100,memory_bytes=40GB,disk_read=3GB"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     host_budget: Annotated[str | None, _BUDGET] = None
@@ -82,8 +83,21 @@ class _OfTarget:
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         step, params, batch = load(self.target)
         searched = isinstance(step, Step) and auto_of(step) is not None  # says itself how far it is
-        with users_code(self.target), contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "tracing and planning"):
-            return lower(step, mesh, params, batch, memory_budget=budget, host_budget=host, disk_budget=disk, device=device, backend=self.backend)
+        with (
+            users_code(self.target),
+            contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "tracing and planning"),
+        ):
+            return lower(
+                step,
+                mesh,
+                params,
+                batch,
+                memory_budget=budget,
+                host_budget=host,
+                disk_budget=disk,
+                device=device,
+                backend=self.backend,
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,9 @@ class Plan(_OfTarget):
             lowered = self.lowered()
         except BudgetError as error:
             if self.json:
-                print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": str(error)}}, indent=1))
+                print(
+                    json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": str(error)}}, indent=1)
+                )
             raise
         plan = lowered.plan
         if self.trace is not None:
@@ -125,12 +141,18 @@ class Show(_OfTarget):
     flat: Annotated[bool, _FLAG] = False
     """every line, repeated layers not folded into loops"""
     after: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
-    """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate, hoist_updates, tiers, overlap, rename
-    or pool"""
+    """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate,
+    hoist_updates, tiers, overlap, rename or pool"""
 
     def run(self) -> int:
         if self.after not in (None, *get_args(Name)):
-            raise UsageError(message("show", f"--after {self.after}: there is no such pass", fix=f"name one of them, in order: {', '.join(get_args(Name))}"))
+            raise UsageError(
+                message(
+                    "show",
+                    f"--after {self.after}: there is no such pass",
+                    fix=f"name one of them, in order: {', '.join(get_args(Name))}",
+                )
+            )
         lowered = self.lowered()
         program = lowered.program if self.after is None else lowered.after(cast(Name, self.after))
         text = show(program, fold=not self.flat)
@@ -158,10 +180,16 @@ class Calibrate:
         with _usage():
             _check_files(out=self.out)
             if not 0 < self.seconds < math.inf:
-                raise UsageError(message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5"))
+                raise UsageError(
+                    message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5")
+                )
             if self.path is not None and not self.path.is_dir():
                 raise UsageError(
-                    message("calibrate", f"--path {self.path}: there is no such directory", fix="name a directory of the disk that is to be measured")
+                    message(
+                        "calibrate",
+                        f"--path {self.path}: there is no such directory",
+                        fix="name a directory of the disk that is to be measured",
+                    )
                 )
             if self.path is not None:
                 check(self.path, SCRATCH)
@@ -176,11 +204,14 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a step with its transforms does what it does without them: a few steps of both, leaf by leaf. If not, where that begins."""
+    """Whether a step with its transforms does what it does without them: a few steps of both, leaf by leaf. If not,
+    where that begins."""
 
     target: Annotated[Positional[str], _TARGET]
     """returns (step, params, batch)"""
-    mesh: Annotated[tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")] = ()
+    mesh: Annotated[
+        tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")
+    ] = ()
     """axes and their sizes, outermost first; their product is the number of processes"""
     steps: int = 3
     """to take"""
@@ -198,11 +229,23 @@ class Check:
         try:
             step, params, batch = load(self.target)
             if not isinstance(step, Step):
-                raise UsageError(message("check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"))
+                raise UsageError(
+                    message(
+                        "check",
+                        f"{self.target} returns an evaluation",
+                        fix="name a function that returns a training step",
+                    )
+                )
             params, batch, num_drawn = with_values(params, batch, mesh.rank)
-            far = shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf") if mesh.rank == 0 else contextlib.nullcontext()
+            far = (
+                shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf")
+                if mesh.rank == 0
+                else contextlib.nullcontext()
+            )
             with users_code(self.target), far:
-                found = check_equivalent(step, params, batch, mesh, steps=self.steps, backend=self.backend, raises=False)
+                found = check_equivalent(
+                    step, params, batch, mesh, steps=self.steps, backend=self.backend, raises=False
+                )
         finally:
             close_mesh()
         if mesh.rank == 0:
@@ -237,7 +280,13 @@ def _bytes(size: str | None) -> int | None:
     if size is None or not size.isdecimal():
         return None if size is None else parse_bytes(size)
     if 0 < int(size) < 1 << 20:
-        raise FzeroValueError(message("plan", f"{size} is a number of bytes, in which nothing fits", fix=f"did you mean {size}GB? Bytes are {size}B"))
+        raise FzeroValueError(
+            message(
+                "plan",
+                f"{size} is a number of bytes, in which nothing fits",
+                fix=f"did you mean {size}GB? Bytes are {size}B",
+            )
+        )
     return int(size)
 
 
@@ -255,22 +304,38 @@ def _usage() -> Iterator[None]:
 def _axes(mesh: tuple[str, ...]) -> dict[str, int]:
     """Names and sizes from `AXIS=SIZE ...`."""
     pairs = [a.partition("=") for a in mesh]
-    problems = [f"{axis}: which axis has this size? e.g. data={axis}" for axis, equals, _ in pairs if not equals and axis.isdecimal()]
+    problems = [
+        f"{axis}: which axis has this size? e.g. data={axis}"
+        for axis, equals, _ in pairs
+        if not equals and axis.isdecimal()
+    ]
     given = [(axis, equals, size) for axis, equals, size in pairs if equals or not axis.isdecimal()]
     wrong = [f"{axis}{equals}{size}" for axis, equals, size in given if not (axis and size.isdecimal() and int(size))]
     problems += [f"{pair}: a size is a whole number of at least 1" for pair in wrong]
     names = [axis for axis, _, _ in pairs]
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:
-        raise UsageError(message("mesh", "--mesh wants axes with their sizes", problems, "e.g. --mesh data=8, or --mesh replica=2 data=4"))
+        raise UsageError(
+            message(
+                "mesh", "--mesh wants axes with their sizes", problems, "e.g. --mesh data=8, or --mesh replica=2 data=4"
+            )
+        )
     return {axis: int(size) for axis, _, size in pairs}
 
 
 def _check_files(**files: Path | None) -> None:
     """Whether what a command is to write can be written, asked before the work is done."""
     given = {flag: path for flag, path in files.items() if path is not None}
-    problems = [f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()]
+    problems = [
+        f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()
+    ]
     problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
-    problems += [f"--picture {path}: a picture is a .png or .svg" for flag, path in given.items() if flag == "picture" and path.suffix not in _PICTURES]
+    problems += [
+        f"--picture {path}: a picture is a .png or .svg"
+        for flag, path in given.items()
+        if flag == "picture" and path.suffix not in _PICTURES
+    ]
     if problems:
-        raise UsageError(message("files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg"))
+        raise UsageError(
+            message("files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg")
+        )

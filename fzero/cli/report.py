@@ -1,4 +1,5 @@
-"""How the command line shows a plan, a program or a device: in colour on a terminal, as plain text elsewhere, or as data."""
+"""How the command line shows a plan, a program or a device: in colour on a terminal, as plain text elsewhere, or as
+data."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fzero.units import duration, rate, size
 
 
 def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
-    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is known."""
+    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is
+    known."""
     needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
     limits = lowered.budget.limits if lowered.budget else (None, None, None)
     fits = [
@@ -35,7 +37,10 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
             fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
         else:
             more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
-            fits.append(f"does not fit {has}: {more}. Fix: --budget {memory / 1e9:g}GB looks for what does, and says what would help")
+            fits.append(
+                f"does not fit {has}: {more}. Fix: --budget {memory / 1e9:g}GB looks for what does, and says what "
+                f"would help"
+            )
     return _print(tables(plan), "\n".join(fits))
 
 
@@ -51,14 +56,26 @@ def print_program(text: str) -> None:
 def print_device(device: Device) -> None:
     """The rates of a device."""
     rows = [(f"products in {dtype}", f"{flops / 1e9:.4g} GFLOP/s", "") for dtype, flops in device.flops.items()]
-    memories = {"memory": device.memory_bandwidth, "host memory": device.host_memory_bandwidth, "disk, mixed": device.disk_mixed}
+    memories = {
+        "memory": device.memory_bandwidth,
+        "host memory": device.host_memory_bandwidth,
+        "disk, mixed": device.disk_mixed,
+    }
     rows += [(name, rate(attained), "read and written together") for name, attained in memories.items() if attained]
     rows.append(("a call", duration(device.call_seconds), ""))
     links = {f"link {name}": link for name, link in device.links.items()}
     links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
     rows += [(name, rate(link.bandwidth), f"after {duration(link.latency)}") for name, link in links.items()]
     machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
-    _print([Table(f"{device.name}{f' ({machine})' if machine else ''}: {device.source}", ("each rank", "attains", ""), rows)])
+    _print(
+        [
+            Table(
+                f"{device.name}{f' ({machine})' if machine else ''}: {device.source}",
+                ("each rank", "attains", ""),
+                rows,
+            )
+        ]
+    )
 
 
 def print_report(found: Report) -> None:
@@ -84,13 +101,24 @@ def program_data(program: Program) -> dict[str, Any]:
             "fn": line.fn or None,
             "times": times,
             "text": text,
-            "out": [{"name": v.name, "shape": v.shape, "dtype": _dtype(v.dtype), "placement": str(v.placement)} for v in line.out],
+            "out": [
+                {"name": v.name, "shape": v.shape, "dtype": _dtype(v.dtype), "placement": str(v.placement)}
+                for v in line.out
+            ],
             "by": line.by or None,
         }
         for (line, times), text in zip(program.walk(), statements(program), strict=True)
     ]
     leaves = [
-        {"name": name, "path": x.path, "role": x.role, "shape": x.shape, "dtype": _dtype(x.dtype), "axes": x.layout.axes} for name, x in program.leaves.items()
+        {
+            "name": name,
+            "path": x.path,
+            "role": x.role,
+            "shape": x.shape,
+            "dtype": _dtype(x.dtype),
+            "axes": x.layout.axes,
+        }
+        for name, x in program.leaves.items()
     ]
     return {
         "name": program.name,

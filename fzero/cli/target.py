@@ -1,7 +1,8 @@
 """What a command is about: MODULE:FUNCTION, a function of the user's that returns a step, its parameters and a batch.
 
-[Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code raises, when it is imported,
-called or traced, is a `UserError`: its traceback without our frames, as if the user had run it. It must not know what the commands do with the target.
+[Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code
+raises, when it is imported, called or traced, is a `UserError`: its traceback without our frames, as if the user had
+run it. It must not know what the commands do with the target.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from fzero import random as fzrandom
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.step import EvalStep, Step
 
-_RETURNS = "return (step, params, batch): a step with its transforms; its parameters, a pytree of (meta) tensors or an init function; one rank's batch"
+_RETURNS = (
+    "return (step, params, batch): a step with its transforms; its parameters, a pytree of (meta) tensors or an init "
+    "function; one rank's batch"
+)
 _OURS = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -46,12 +50,19 @@ def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
         target: "package.module:function" or "folder/file.py:function".
 
     Raises:
-        UsageError: there is no such module or function, it cannot be called without arguments, or it returns something else.
+        UsageError: there is no such module or function, it cannot be called without arguments, or it returns something
+            else.
         UserError: importing the module or calling the function raised; see [Note: whose error].
     """
     name, colon, function = target.rpartition(":")
     if not (name and colon and function):
-        raise UsageError(message("target", f"{target!r} is not MODULE:FUNCTION", fix="e.g. examples/plan_gpt.py:trillion, or package.module:function"))
+        raise UsageError(
+            message(
+                "target",
+                f"{target!r} is not MODULE:FUNCTION",
+                fix="e.g. examples/plan_gpt.py:trillion, or package.module:function",
+            )
+        )
     with users_code(target):
         fn = _function(_module(name), name, function)
         return _checked(fn(), target)
@@ -59,7 +70,8 @@ def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
 
 @contextlib.contextmanager
 def users_code(target: str) -> Iterator[None]:
-    """Runs the user's code as a script without arguments: what it prints goes to stderr, what it raises becomes a `UserError`."""
+    """Runs the user's code as a script without arguments: what it prints goes to stderr, what it raises becomes a
+    `UserError`."""
     before, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         with contextlib.redirect_stdout(sys.stderr), compat.quiet_fake_tensors():
@@ -79,8 +91,10 @@ def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
     """What a target returns, with values drawn for its meta tensors, and how many those were.
 
     Args:
-        params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide; the same on every rank.
-        batch: floating-point leaves are drawn normal, integers from 0 and 1, which are valid indices of any table; of every rank others.
+        params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide;
+            the same on every rank.
+        batch: floating-point leaves are drawn normal, integers from 0 and 1, which are valid indices of any table; of
+            every rank others.
         rank: this one.
     """
     num_drawn = 0
@@ -91,7 +105,9 @@ def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
         for i, x in enumerate(flat):
             if isinstance(x, torch.Tensor) and x.is_meta:
                 own, shape = fzrandom.fold_in(key, i), tuple(x.shape)
-                flat[i] = (fzrandom.normal(own, shape) * width if x.is_floating_point() else fzrandom.bernoulli(own, shape)).to(x.dtype)
+                flat[i] = (
+                    fzrandom.normal(own, shape) * width if x.is_floating_point() else fzrandom.bernoulli(own, shape)
+                ).to(x.dtype)
                 num_drawn += 1
         return tree.unflatten(structure, flat)
 
@@ -112,9 +128,15 @@ def _from_file(path: Path) -> ModuleType:
         folder = path.parent
         near = _near(path.name, (p.name for p in folder.glob("*.py"))) if folder.is_dir() else []
         problems = [f"near: {folder / n}" for n in near] if folder.is_dir() else [f"there is no folder {folder}"]
-        raise UsageError(message("target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"))
+        raise UsageError(
+            message(
+                "target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"
+            )
+        )
     _first_on_path(path.resolve().parent)
-    name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"  # never in place of a module that others use
+    name = (
+        path.stem if path.stem not in sys.modules else f"target_{path.stem}"
+    )  # never in place of a module that others use
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UsageError(message("target", f"{path} is not a Python file", fix="give the path of a .py file"))
@@ -138,26 +160,56 @@ def _by_name(name: str) -> ModuleType:
         where = getattr(sys.modules.get(parent), "__path__", []) if parent else [str(Path.cwd())]
         near = _near(last, (found.name for found in pkgutil.iter_modules(where)))
         problems = [f"near: {f'{parent}.{n}' if parent else n}" for n in near]
-        raise UsageError(message("target", f"there is no module {error.name!r}", problems, "give a module's dotted name, or the path of a .py file")) from None
+        raise UsageError(
+            message(
+                "target",
+                f"there is no module {error.name!r}",
+                problems,
+                "give a module's dotted name, or the path of a .py file",
+            )
+        ) from None
 
 
 def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
     if not hasattr(module, name):
         near = _near(name, own) or [n for n in own if not _needed(getattr(module, n))]
-        raise UsageError(message("target", f"{where} has no function {name!r}", [f"near: {where}:{n}" for n in near[:5]], "name a function of the module"))
+        raise UsageError(
+            message(
+                "target",
+                f"{where} has no function {name!r}",
+                [f"near: {where}:{n}" for n in near[:5]],
+                "name a function of the module",
+            )
+        )
     fn = getattr(module, name)
     if not callable(fn):
-        raise UsageError(message("target", f"{where}:{name} is not a function but {_kind(fn)}", fix=f"name a function that needs no argument; {_RETURNS}"))
+        raise UsageError(
+            message(
+                "target",
+                f"{where}:{name} is not a function but {_kind(fn)}",
+                fix=f"name a function that needs no argument; {_RETURNS}",
+            )
+        )
     if needed := _needed(fn):
-        raise UsageError(message("target", f"{where}:{name} needs arguments: {', '.join(needed)}", fix="give them defaults, or name a function that calls it"))
+        raise UsageError(
+            message(
+                "target",
+                f"{where}:{name} needs arguments: {', '.join(needed)}",
+                fix="give them defaults, or name a function that calls it",
+            )
+        )
     return fn
 
 
 def _checked(returned: Any, target: str) -> tuple[Step | EvalStep, Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], (Step, EvalStep)):
         return returned
-    kinds = f"a tuple of {len(returned)}: ({', '.join(map(_kind, returned))})" if isinstance(returned, tuple) else _kind(returned)
+    kinds = (
+        f"a tuple of {len(returned)}: ({', '.join(map(_kind, returned))})"
+        if isinstance(returned, tuple)
+        else _kind(returned)
+    )
     problems = ["expected: (step, params, batch), the step made by train_step or eval_step", f"returned: {kinds}"]
     raise UsageError(message("target", f"{target} does not return what there is to plan", problems, _RETURNS))
 
@@ -188,7 +240,8 @@ def _first_on_path(folder: Path) -> None:
 
 
 def _own_traceback(error: BaseException) -> str | None:
-    """A traceback of the user's frames and of what they call; None if there is no such frame. A syntax error says itself where it is."""
+    """A traceback of the user's frames and of what they call; None if there is no such frame. A syntax error says
+    itself where it is."""
     found = traceback.TracebackException.from_exception(error)
     rest = [found]
     while rest:
@@ -201,7 +254,8 @@ def _own_traceback(error: BaseException) -> str | None:
 
 
 def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Without frames of fzero and of the import system, and without those of torch beside them: what they call, and how they are called."""
+    """Without frames of fzero and of the import system, and without those of torch beside them: what they call, and how
+    they are called."""
     frames = list(stack)
     ours = [f.filename.startswith(_OURS) for f in frames]
     torch_ = [f.filename.startswith(_TORCH) for f in frames]

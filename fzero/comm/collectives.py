@@ -1,8 +1,8 @@
 """Transfers through process groups: gloo and NCCL. Each is a start, which returns at once, and a wait.
 
-Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not lie there already, the collective
-works from and to them, and a wait hands out views. On CUDA gathers have process groups of their own, for one NCCL communicator is one stream
-and would run them behind the reductions.
+Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not
+lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process
+groups of their own, for one NCCL communicator is one stream and would run them behind the reductions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ class ProcessGroups:
         self._names: list[str] = []  # of the programs, in the order of their pools
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
-        """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the same order."""
+        """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
+        same order."""
         on_cpu = self._mesh.device.type == "cpu"
-        found = host_pool(nbytes, self._mesh) if on_cpu else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+        found = (
+            host_pool(nbytes, self._mesh)
+            if on_cpu
+            else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+        )
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
         return found
@@ -58,7 +63,9 @@ class ProcessGroups:
                 works.append(compat.all_gather(whole, shard, group))
         return Moving(works, into)
 
-    def reduce_scatter_start(self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+    def reduce_scatter_start(
+        self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> Moving:
         group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
         settle(wholes, flats)
         with compat.coalesced(group, self._mesh.device) as works:
@@ -66,7 +73,9 @@ class ProcessGroups:
                 works.append(compat.reduce_scatter(shard, flat, _OPS[op], group))
         return Moving(works, shards)
 
-    def all_reduce_start(self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+    def all_reduce_start(
+        self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> Moving:
         group = self._mesh.group(axis)
         settle(values, into)
         with compat.coalesced(group, self._mesh.device) as works:
@@ -75,7 +84,8 @@ class ProcessGroups:
         return Moving(works, into)
 
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or not."""
+        """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or
+        not."""
         for work in moving.works:
             if work is not None:
                 self._finish(work)

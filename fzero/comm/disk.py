@@ -1,7 +1,8 @@
-"""Leaves on disk: where they lie in a rank's scratch files, and their values as a whole or in parts, through a bounded amount of memory.
+"""Leaves on disk: where they lie in a rank's scratch files, and their values as a whole or in parts, through a bounded
+amount of memory.
 
-A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes` of them without any padding. Extents
-begin at whole blocks, so a leaf is read and written in whole blocks.
+A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes`
+of them without any padding. Extents begin at whole blocks, so a leaf is read and written in whole blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +20,33 @@ from fzero.errors import FzeroValueError, TierError, message
 from fzero.layout import Extent, Leaf, extent_of, leaf_of, place
 from fzero.mesh import Mesh
 
-__all__ = ["ALIGNMENT", "PIECE", "Files", "Transfer", "aligned", "check", "load", "padded", "pieces", "rest", "store", "write_pieces"]
+__all__ = [
+    "ALIGNMENT",
+    "PIECE",
+    "Files",
+    "Transfer",
+    "aligned",
+    "check",
+    "load",
+    "padded",
+    "pieces",
+    "rest",
+    "store",
+    "write_pieces",
+]
 
 BUFFER = 1 << 24  # bytes: of the parts in which a leaf is read or written where it need not be whole
 
 
 def rest(
-    leaves: Sequence[Leaf], mesh: Mesh, directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], *, num_threads: int = 4
+    leaves: Sequence[Leaf],
+    mesh: Mesh,
+    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+    *,
+    num_threads: int = 4,
 ) -> list[torch.Tensor]:
-    """This rank's parts of leaves, on disk, all zeros: placed meta tensors, in one range of files that lives as long as any of them.
+    """This rank's parts of leaves, on disk, all zeros: placed meta tensors, in one range of files that lives as long as
+    any of them.
 
     Args:
         leaves: in the order in which they are to lie. Those that follow each other can be read at once.
@@ -77,14 +96,19 @@ def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
         TierError: a write that failed.
     """
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        problem = f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which rests as {tensor.dtype}{list(tensor.shape)}"
-        raise FzeroValueError(message("offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype"))
+        problem = (
+            f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which rests as {tensor.dtype}{list(tensor.shape)}"
+        )
+        raise FzeroValueError(
+            message("offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype")
+        )
     with write_pieces(tensor) as write:
         write(value)
 
 
 def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]:
-    """The value of a tensor on disk in flat, consecutive parts of up to `nbytes`, each of which is there until the next is asked for.
+    """The value of a tensor on disk in flat, consecutive parts of up to `nbytes`, each of which is there until the next
+    is asked for.
 
     Memory: 2 x `nbytes`, or the leaf: one part is read ahead.
 
@@ -111,7 +135,8 @@ def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]
 
 @contextmanager
 def write_pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[_Writer]:
-    """The inverse of `pieces`: yields what takes the value of a tensor on disk, in consecutive parts of any sizes, flattened one after the other.
+    """The inverse of `pieces`: yields what takes the value of a tensor on disk, in consecutive parts of any sizes,
+    flattened one after the other.
 
     At the end of the block everything is written. If the block raises, what was given so far may be.
 
@@ -142,7 +167,11 @@ class _Writer:
     def __call__(self, part: torch.Tensor) -> None:
         if part.dtype != self._tensor.dtype or self._at + part.nbytes > self._extent.nbytes:
             self._refuse(f"bytes {self._at} to {self._at + part.nbytes} of {part.dtype}")
-        flat = part.detach().contiguous().view(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)
+        flat = (
+            part.detach().contiguous().view(-1).view(torch.uint8)
+            if part.numel()
+            else part.new_empty(0, dtype=torch.uint8)
+        )
         done = 0
         while done < flat.numel():
             which, used = self._at // self._size % 2, self._at % self._size
@@ -171,7 +200,9 @@ class _Writer:
 
     def _write(self, which: int, num: int) -> None:
         begin = self._at - num
-        self._writes[which] = self._extent.files.write([(self._extent.offset + begin, self._buffers[which][: padded(num)])])
+        self._writes[which] = self._extent.files.write(
+            [(self._extent.offset + begin, self._buffers[which][: padded(num)])]
+        )
 
     def _wait(self, which: int) -> None:
         if (write := self._writes[which]) is not None:
@@ -179,12 +210,18 @@ class _Writer:
 
     def _refuse(self, given: str) -> None:
         problem = f"{given} for {_name(self._tensor)}, which is {self._extent.nbytes} bytes of {self._tensor.dtype}"
-        raise FzeroValueError(message("offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"))
+        raise FzeroValueError(
+            message(
+                "offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"
+            )
+        )
 
 
 def _extent(tensor: torch.Tensor) -> Any:
     if (extent := extent_of(tensor)) is None:
-        raise FzeroValueError(message("offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory"))
+        raise FzeroValueError(
+            message("offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory")
+        )
     return extent
 
 

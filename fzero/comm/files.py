@@ -1,8 +1,9 @@
-"""Scratch files of a rank as one range of bytes, read and written by threads while the caller goes on: to and from host memory by system calls, to and from
-a GPU's by GPUDirect Storage (gds.py).
+"""Scratch files of a rank as one range of bytes, read and written by threads while the caller goes on: to and from host
+memory by system calls, to and from a GPU's by GPUDirect Storage (gds.py).
 
-Nothing here knows what the bytes are. One pool of threads serves all files of a process: a system call of 4 MiB leaves the interpreter alone for as long as
-it takes, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the order in which they were submitted.
+Nothing here knows what the bytes are. One pool of threads serves all files of a process: a system call of 4 MiB leaves
+the interpreter alone for as long as it takes, so a few Python threads keep a disk as busy as a C program would. Pieces
+are taken in the order in which they were submitted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _FIX = "the state is lost; go on from the last checkpoint; free space or use ano
 class Files:
     """Bytes 0 to `nbytes` on disk, of this process alone, striped over directories in pieces of 4 MiB.
 
-    Blocks are allocated at once; bytes that were never written read as zeros. The files are private (0600, in a directory of their own) and are removed by
-    `close`, with the last reference to this, at exit, and after a crash by the next run on the same path.
+    Blocks are allocated at once; bytes that were never written read as zeros. The files are private (0600, in a
+    directory of their own) and are removed by `close`, with the last reference to this, at exit, and after a crash by
+    the next run on the same path.
 
     Args:
         directories: existing directories, one or several; best on disks of their own.
@@ -60,10 +62,26 @@ class Files:
         >>> files.close()
     """
 
-    def __init__(self, directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], nbytes: int, *, num_threads: int = 4):
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        nbytes: int,
+        *,
+        num_threads: int = 4,
+    ):
         if nbytes < 0 or num_threads < 1:
-            raise FzeroValueError(message("offload", f"{nbytes} bytes, moved by {num_threads} threads", fix="give at least 0 bytes and 1 thread"))
-        self.directories, self.nbytes, self._num_threads = scratch.paths(directories), scratch.padded(nbytes), num_threads
+            raise FzeroValueError(
+                message(
+                    "offload",
+                    f"{nbytes} bytes, moved by {num_threads} threads",
+                    fix="give at least 0 bytes and 1 thread",
+                )
+            )
+        self.directories, self.nbytes, self._num_threads = (
+            scratch.paths(directories),
+            scratch.padded(nbytes),
+            num_threads,
+        )
         self._parts = scratch.allocate(self.directories, self.nbytes)
         self.direct = all(part.direct for part in self._parts)
         self._open = _Open(self._parts)
@@ -73,14 +91,15 @@ class Files:
         """Starts to fill each run's memory with the bytes from its offset on.
 
         Args:
-            runs: `(offset, flat)`, uint8, all in host memory or all on a GPU; offset, size and address are multiples of `ALIGNMENT`. Neighbours that adjoin in
-                the file are one read, wherever their memory is.
+            runs: `(offset, flat)`, uint8, all in host memory or all on a GPU; offset, size and address are multiples of
+                `ALIGNMENT`. Neighbours that adjoin in the file are one read, wherever their memory is.
             after: returns when the memory may be written; called by the threads.
         """
         return self._start("read", runs, after)
 
     def write(self, runs: Runs, after: Callable[[], object] | None = None) -> Transfer:
-        """Starts to write each run's memory to the bytes from its offset on, once `after` has returned. Until the wait the memory must not change."""
+        """Starts to write each run's memory to the bytes from its offset on, once `after` has returned. Until the wait
+        the memory must not change."""
         return self._start("write", runs, after)
 
     def extend(self, nbytes: int) -> int:
@@ -119,9 +138,17 @@ class Files:
         runs = list(runs)
         _check_runs(runs, self.nbytes)
         if self._open.pid != os.getpid():
-            raise FzeroValueError(message("offload", f"these files are process {self._open.pid}'s", fix="make files of its own in a process that was forked"))
+            raise FzeroValueError(
+                message(
+                    "offload",
+                    f"these files are process {self._open.pid}'s",
+                    fix="make files of its own in a process that was forked",
+                )
+            )
         transfer = Transfer(self, operation)
-        transfer.start([_Piece(transfer, self._open, *located, after) for located in self._located(runs)], self._num_threads)
+        transfer.start(
+            [_Piece(transfer, self._open, *located, after) for located in self._located(runs)], self._num_threads
+        )
         return transfer
 
     def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[Part, int, int, int, Any]]:
@@ -186,7 +213,10 @@ class Transfer:
         self._done.wait()
         if self._error is not None:
             error, where = self._error
-            what = f"a {self.operation} of scratch files failed: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+            what = (
+                f"a {self.operation} of scratch files failed: "
+                f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+            )
             raise TierError(message("offload", what, [where], _FIX)) from error
 
     def ended(self, failure: tuple[BaseException, str] | None) -> None:
@@ -237,7 +267,8 @@ class _Piece:
 
 
 def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes: int) -> None:
-    """Reads or writes all of a piece. What is moved of an incomplete block is moved again: direct I/O goes on at whole ones."""
+    """Reads or writes all of a piece. What is moved of an incomplete block is moved again: direct I/O goes on at whole
+    ones."""
     move, done = (os.preadv if operation == "read" else os.pwritev), 0
     while done < nbytes:
         try:
@@ -263,7 +294,8 @@ def _move_to_gpu(operation: str, file: GpuFile, views: Sequence[Any], at: int) -
 
 
 class _Open:
-    """The open files behind `Files`, apart from it so that they can be closed when it is gone; and what was done with them."""
+    """The open files behind `Files`, apart from it so that they can be closed when it is gone; and what was done with
+    them."""
 
     def __init__(self, parts: Sequence[Part]):
         self.pid = os.getpid()
@@ -331,7 +363,9 @@ class _Pool:
     def submit(self, pieces: Sequence[_Piece], num_threads: int) -> None:
         with self._lock:
             while self._num_threads < num_threads:
-                threading.Thread(target=_work, args=(self._pieces,), name=f"fzero-disk-{self._num_threads}", daemon=True).start()
+                threading.Thread(
+                    target=_work, args=(self._pieces,), name=f"fzero-disk-{self._num_threads}", daemon=True
+                ).start()
                 self._num_threads += 1
             for piece in pieces:  # under the lock: those of one transfer are neighbours
                 self._pieces.put(piece)
@@ -354,11 +388,32 @@ def _in_host_memory(flat: torch.Tensor) -> bool:
 def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
     problems = []
     for offset, flat in runs:
-        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous() or flat.device.type not in ("cpu", "cuda"):
-            problems.append(f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is no flat uint8 in the memory of host or GPU")
-        elif offset % ALIGNMENT or flat.numel() % ALIGNMENT or (flat.numel() and _in_host_memory(flat) and flat.data_ptr() % ALIGNMENT):
-            problems.append(f"offset {offset}: {flat.numel()} bytes at address {flat.data_ptr():#x} are not aligned to {ALIGNMENT}")
+        if (
+            flat.dtype != torch.uint8
+            or flat.dim() != 1
+            or not flat.is_contiguous()
+            or flat.device.type not in ("cpu", "cuda")
+        ):
+            problems.append(
+                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is no flat uint8 in the memory of "
+                f"host or GPU"
+            )
+        elif (
+            offset % ALIGNMENT
+            or flat.numel() % ALIGNMENT
+            or (flat.numel() and _in_host_memory(flat) and flat.data_ptr() % ALIGNMENT)
+        ):
+            problems.append(
+                f"offset {offset}: {flat.numel()} bytes at address {flat.data_ptr():#x} are not aligned to {ALIGNMENT}"
+            )
         elif not 0 <= offset <= offset + flat.numel() <= nbytes:
             problems.append(f"offset {offset}: {flat.numel()} bytes are not within the {nbytes} of these files")
     if problems:
-        raise FzeroValueError(message("offload", f"{len(problems)} runs cannot be read or written", problems, "cut them from disk.aligned memory"))
+        raise FzeroValueError(
+            message(
+                "offload",
+                f"{len(problems)} runs cannot be read or written",
+                problems,
+                "cut them from disk.aligned memory",
+            )
+        )

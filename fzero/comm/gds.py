@@ -26,7 +26,8 @@ class GpuFile:
         self._file: Any = kvikio.CuFile(path, "r+")
 
     def move(self, operation: str, flat: torch.Tensor, at: int) -> int:
-        """Reads bytes of the file from `at` on to memory, or writes them from there; returns how many, when they are moved.
+        """Reads bytes of the file from `at` on to memory, or writes them from there; returns how many, when they are
+        moved.
 
         Args:
             operation: "read" or "write".
@@ -34,7 +35,9 @@ class GpuFile:
             at: a multiple of a page, as the number of bytes is.
         """
         move = self._file.read if operation == "read" else self._file.write
-        return move(flat, size=flat.numel(), file_offset=at, task_size=flat.numel())  # the caller has threads of its own
+        return move(
+            flat, size=flat.numel(), file_offset=at, task_size=flat.numel()
+        )  # the caller has threads of its own
 
     def close(self) -> None:
         self._file.close()

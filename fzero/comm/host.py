@@ -1,7 +1,8 @@
 """The host tier: memory in which leaves of a state rest, and what copies between it and the device.
 
-On a CPU host and device are one memory and a copy hands on what it is given. On CUDA host memory is page-locked, and copies run on two streams, one each
-way. Every copy is a start, which returns at once, and a wait. Nothing here knows programs: what lies where, and when it may be written again, is planned.
+On a CPU host and device are one memory and a copy hands on what it is given. On CUDA host memory is page-locked, and
+copies run on two streams, one each way. Every copy is a start, which returns at once, and a wait. Nothing here knows
+programs: what lies where, and when it may be written again, is planned.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         specs: shape and dtype of each.
         mesh: whose device they are copied to and from.
 
-    Memory: the tensors' bytes in whole pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes none before it is written. On CUDA all pages are
+    Memory: the tensors' bytes in whole pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes none before it
+        is written. On CUDA all pages are
     locked at once, on the NUMA node of the device where the system names it.
 
     Raises:
@@ -66,9 +68,11 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
 
 
 def host_pool(nbytes: int, mesh: Mesh) -> torch.Tensor:
-    """Bytes on the host, zeros, for what a program copies to and from the device or a disk; memory and errors as of `host_tensors`.
+    """Bytes on the host, zeros, for what a program copies to and from the device or a disk; memory and errors as of
+    `host_tensors`.
 
-    In huge pages where the system has them: what a disk writes to them, or reads from them, is up to twice as fast as where small pages are scattered.
+    In huge pages where the system has them: what a disk writes to them, or reads from them, is up to twice as fast as
+    where small pages are scattered.
     """
     return torch.frombuffer(_allocated(nbytes, mesh, huge=True), dtype=torch.uint8)[:nbytes]
 
@@ -87,7 +91,9 @@ def _allocated(nbytes: int, mesh: Mesh, huge: bool = False) -> memoryview:
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapped), 0)):
             raise _refused(nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
-        weakref.finalize(view, _unlock, address, mapped).atexit = False  # the process ends anyway, perhaps while something is copied
+        weakref.finalize(
+            view, _unlock, address, mapped
+        ).atexit = False  # the process ends anyway, perhaps while something is copied
     return view
 
 
@@ -98,14 +104,19 @@ def _unlock(address: int, mapped: mmap.mmap) -> None:
 
 
 def _refused(nbytes: int, what: str, reason: str) -> TierError:
-    fix = "offload less of the state, or to disk; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
+    fix = (
+        "offload less of the state, or to disk; `ulimit -v` and a container's limit bound what a process may have, "
+        "`ulimit -l` what it may lock"
+    )
     return TierError(message("offload", f"{size(nbytes)} of host memory {what}", [reason], fix))
 
 
 def _numa_node(device: torch.device) -> int:
     """The NUMA node of a GPU, -1 where the system does not say."""
     gpu = torch.cuda.get_device_properties(device)
-    return _node_of(Path(f"/sys/bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"))
+    return _node_of(
+        Path(f"/sys/bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    )
 
 
 def _node_of(device: Path) -> int:
@@ -116,13 +127,16 @@ def _node_of(device: Path) -> int:
 
 
 def _prefer(address: int, nbytes: int, node: int) -> None:
-    """Has pages that are not there yet come from a NUMA node, as long as it has any. What the system refuses is left as it is."""
+    """Has pages that are not there yet come from a NUMA node, as long as it has any. What the system refuses is left as
+    it is."""
     number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # of mbind, which no C library but libnuma has
     if node < 0 or number is None or platform.system() != "Linux":
         return
     bits = ctypes.c_uint64 * 16
     nodes, preferred = bits(*(1 << node % 64 if i == node // 64 else 0 for i in range(16))), 1
-    ctypes.CDLL(None).syscall(number, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), preferred, nodes, ctypes.c_ulong(64 * 16), 0)
+    ctypes.CDLL(None).syscall(
+        number, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), preferred, nodes, ctypes.c_ulong(64 * 16), 0
+    )
 
 
 # --- copies ---
@@ -130,7 +144,8 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at its begin and end."""
+    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at
+    its begin and end."""
 
     filled: Tensors
     sources: Tensors
@@ -154,7 +169,8 @@ class Copies(Protocol):
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
 
     def settle(self, written: Tensors) -> None:
-        """Returns once the host may write these: on CUDA the wait for a copy to the device holds up the device alone, and the copy may still read them."""
+        """Returns once the host may write these: on CUDA the wait for a copy to the device holds up the device alone,
+        and the copy may still read them."""
 
     def reached(self) -> Callable[[], object] | None:
         """What returns once the device has done all that it was told before this call; None where it has."""
@@ -164,13 +180,20 @@ def copies(mesh: Mesh) -> Copies:
     """What copies between device and host of a mesh, made on first use."""
     found = mesh.copies
     if found is None:
-        found = Streams(mesh.device) if mesh.device.type == "cuda" else Unified() if mesh.unified_memory else Apart(mesh.timeout)
+        found = (
+            Streams(mesh.device)
+            if mesh.device.type == "cuda"
+            else Unified()
+            if mesh.unified_memory
+            else Apart(mesh.timeout)
+        )
         object.__setattr__(mesh, "copies", found)
     return found
 
 
 class Unified:
-    """Of one memory: everything is where it should be, except for a leaf of the state that is to have another's value."""
+    """Of one memory: everything is where it should be, except for a leaf of the state that is to have another's
+    value."""
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         for source, target in _moves(sources, into or sources):
@@ -189,8 +212,8 @@ class Unified:
 class Apart:
     """Of a CPU whose host and device are taken for two memories, so that tests find there what would go wrong on a GPU.
 
-    A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before it is copied as it then is. Until
-    then `into` has every bit set, which is a NaN in every floating point format.
+    A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
+    it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format.
 
     Args:
         timeout: seconds that a wait waits.
@@ -253,7 +276,8 @@ def _copy(done: Future[None], moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
-    """Ends the thread with its carrier, or with the process: one that the interpreter finds in the middle of a copy when it ends takes the process with it."""
+    """Ends the thread with its carrier, or with the process: one that the interpreter finds in the middle of a copy
+    when it ends takes the process with it."""
     jobs.put(None)
     if thread is not threading.current_thread():  # which may be the one that collects garbage
         thread.join(1.0)
@@ -262,14 +286,16 @@ def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None
 class Streams:
     """Of a CUDA device: two streams, so that what goes to the host does not queue behind what comes from there.
 
-    A copy begins when the device has done all that it was told before the start: sources are made by then, and nobody reads what lay in `into`. The copy
-    keeps its sources alive until it is dropped, after its wait.
+    A copy begins when the device has done all that it was told before the start: sources are made by then, and nobody
+    reads what lay in `into`. The copy keeps its sources alive until it is dropped, after its wait.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._reading: list[tuple[torch.cuda.Event, Tensors]] = []  # of copies to the device that were waited for and may not be done: what they read
+        self._reading: list[
+            tuple[torch.cuda.Event, Tensors]
+        ] = []  # of copies to the device that were waited for and may not be done: what they read
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, begin, done = self._start(self._to_host, sources, into)
@@ -294,7 +320,9 @@ class Streams:
         done.record(torch.cuda.current_stream(self._device))
         return done.synchronize
 
-    def _start(self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
+    def _start(
+        self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None
+    ) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
         assert into is not None, "two memories"
         stream.wait_stream(torch.cuda.current_stream(self._device))
         begin = torch.cuda.Event(enable_timing=True)
@@ -302,7 +330,9 @@ class Streams:
         with torch.cuda.stream(stream):
             for source, target in _moves(sources, into):
                 target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(enable_timing=True, blocking=True)  # the host sleeps meanwhile: its cores have updates to compute
+        done = torch.cuda.Event(
+            enable_timing=True, blocking=True
+        )  # the host sleeps meanwhile: its cores have updates to compute
         done.record(stream)
         return into, begin, done
 

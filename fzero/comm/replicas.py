@@ -1,6 +1,8 @@
-"""Replicas compared: what several ranks hold in common must be the same on all of them, bit for bit. Digests travel, never values.
+"""Replicas compared: what several ranks hold in common must be the same on all of them, bit for bit. Digests travel,
+never values.
 
-A leaf sharded over some axes has a replica on every rank with the same place along those; a whole leaf on every rank of the mesh.
+A leaf sharded over some axes has a replica on every rank with the same place along those; a whole leaf on every rank of
+the mesh.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 
 _COLUMNS = 4093
-"""Words of 8 bytes in a row, of which a tensor's rows are added up: a prime, so that no usual width of a leaf is a multiple of it."""
+"""Words of 8 bytes in a row, of which a tensor's rows are added up: a prime, so that no usual width of a leaf is a
+multiple of it."""
 _ROWS = 32
 """Rows that are read at once: 1 MiB."""
 _SHIFT = 29
-"""By how many bits a word is folded onto itself. No multiple of the bits of a number, so that all of a word's signs changing is no change that cancels."""
+"""By how many bits a word is folded onto itself. No multiple of the bits of a number, so that all of a word's signs
+changing is no change that cancels."""
 
 Held = Mapping[str, tuple["torch.Tensor | str", tuple[str, ...]]]
 """By name: what this rank holds, a tensor or a text, and the axes over which it is sharded."""
 
 
 def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str, tuple[str, ...]]]:
-    """Of the tensors of a state those that are in memory and that another rank has too. One without a layout is taken to be whole."""
+    """Of the tensors of a state those that are in memory and that another rank has too. One without a layout is taken
+    to be whole."""
     out: dict[str, tuple[torch.Tensor | str, tuple[str, ...]]] = {}
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.is_meta:
@@ -41,11 +46,20 @@ def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str,
 
 
 def digested(held: Held) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The digest of each, and its dtype and shape, in place of what it is of. What a rank raises here the others must hear of, before they exchange."""
-    return {name: (f"{digest(x)} {tree.describe(x) if isinstance(x, torch.Tensor) else 'another'}", axes) for name, (x, axes) in held.items()}
+    """The digest of each, and its dtype and shape, in place of what it is of. What a rank raises here the others must
+    hear of, before they exchange."""
+    return {
+        name: (f"{digest(x)} {tree.describe(x) if isinstance(x, torch.Tensor) else 'another'}", axes)
+        for name, (x, axes) in held.items()
+    }
 
 
-def differing(digests: Mapping[str, tuple[str, tuple[str, ...]]], sizes: Mapping[str, int], size: int, exchange: Callable[[Any], list[Any]]) -> list[str]:
+def differing(
+    digests: Mapping[str, tuple[str, tuple[str, ...]]],
+    sizes: Mapping[str, int],
+    size: int,
+    exchange: Callable[[Any], list[Any]],
+) -> list[str]:
     """A line for each name of which two ranks hold different values: the same lines on every rank.
 
     Args:
@@ -61,7 +75,11 @@ def differing(digests: Mapping[str, tuple[str, tuple[str, ...]]], sizes: Mapping
         groups["/".join(axes)].append(name)
     notes = exchange({axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()})
     first = {axes: _first_holders(axes, sizes, size) for note in notes for axes in note}
-    if all(notes[rank].get(axes) == notes[holder].get(axes) for axes, holders in first.items() for rank, holder in enumerate(holders)):
+    if all(
+        notes[rank].get(axes) == notes[holder].get(axes)
+        for axes, holders in first.items()
+        for rank, holder in enumerate(holders)
+    ):
         return []
     tables = exchange({n: (axes, digests[n][0]) for axes, names in groups.items() for n in names})
     out = []
@@ -86,10 +104,12 @@ def _unlike(tables: Sequence[Mapping[str, tuple[str, str]]], name: str, ranks: S
 def digest(x: torch.Tensor | str) -> str:
     """16 hexadecimal digits of a tensor's shape, dtype and bits, or of a text.
 
-    Two tensors that differ in one element have two; so have, but for a chance of about 2**-30, two that differ in many, also in signs alone or in where their
-    values are: each row has a random weight, and a word's high bits count in its low ones.
+    Two tensors that differ in one element have two; so have, but for a chance of about 2**-30, two that differ in many,
+    also in signs alone or in where their values are: each row has a random weight, and a word's high bits count in its
+    low ones.
 
-    Memory: 8 MiB, also for a tensor that is not contiguous, and 1/4000 of the tensor. Time: 2.5 GB/s a core, a tenth of that for one that is not contiguous.
+    Memory: 8 MiB, also for a tensor that is not contiguous, and 1/4000 of the tensor. Time: 2.5 GB/s a core, a tenth of
+        that for one that is not contiguous.
     """
     if isinstance(x, str):
         return _sha(x.encode())
@@ -104,7 +124,9 @@ def digest(x: torch.Tensor | str) -> str:
     for at in range(0, rows, _ROWS):
         to = min(at + _ROWS, rows)
         words = _bytes(x, at * width, to * width).view(torch.int64).view(-1, _COLUMNS)
-        folded = (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)  # a shift of int64 repeats the highest bit
+        folded = (
+            (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)
+        )  # a shift of int64 repeats the highest bit
         sums += folded.mul_(weights[at:to]).sum(0)  # modulo 2**64
     rest = _bytes(x, rows * width, x.numel())
     return _sha(what, *(part.cpu().numpy().tobytes() for part in (sums, rest)))

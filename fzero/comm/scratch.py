@@ -4,11 +4,12 @@
         fzero.lock                  held by an flock for as long as its process lives
         data                        0600, preallocated
 
-A directory whose lock can be had belongs to nobody any more: a killed run left it, and whoever comes next removes it. One that is held is never touched,
-nor is anything that is not made as above by the same user.
+A directory whose lock can be had belongs to nobody any more: a killed run left it, and whoever comes next removes it.
+One that is held is never touched, nor is anything that is not made as above by the same user.
 
-[Note: meeting] A lock file is there for a moment before it is held, and another run may take it for a stale one meanwhile. So whoever gets a lock looks
-whether its file is still linked: a remover that came second goes its way, a maker whose directory was removed makes another.
+[Note: meeting] A lock file is there for a moment before it is held, and another run may take it for a stale one
+meanwhile. So whoever gets a lock looks whether its file is still linked: a remover that came second goes its way, a
+maker whose directory was removed makes another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from fzero.layout import SECTOR as ALIGNMENT
 from fzero.layout import padded
 from fzero.units import size
 
-PIECE = 1 << 22  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
+PIECE = (
+    1 << 22
+)  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
 _HUGE = 1 << 21  # bytes: of a huge page
 
 _NAME = re.compile(r"fzero-\d+-[0-9a-f]{16}")
@@ -46,7 +49,8 @@ _told: set[str] = set()  # paths of which the log already says that they are not
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's file under one path: the file's private directory, its descriptor, that of the lock, and whether I/O goes past the page cache."""
+    """A rank's file under one path: the file's private directory, its descriptor, that of the lock, and whether I/O
+    goes past the page cache."""
 
     path: Path
     directory: Path
@@ -71,10 +75,12 @@ def paths(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """New memory that can be read to and written from directly: `nbytes` of uint8, undefined, at an address that is a multiple of `ALIGNMENT`.
+    """New memory that can be read to and written from directly: `nbytes` of uint8, undefined, at an address that is a
+    multiple of `ALIGNMENT`.
 
-    From 2 MiB on it is asked for in huge pages, and begins at one. A disk is handed memory by runs of physical pages: scattered small ones halved
-    its speed on half of the buffers tried, by chance of what the system had free, and doubled the processor's part on all.
+    From 2 MiB on it is asked for in huge pages, and begins at one. A disk is handed memory by runs of physical pages:
+    scattered small ones halved its speed on half of the buffers tried, by chance of what the system had free, and
+    doubled the processor's part on all.
 
     Memory: `nbytes`, up to a page more.
 
@@ -104,7 +110,9 @@ def shares(nbytes: int, num: int) -> list[int]:
     return [(whole // num + (i < last)) * PIECE + (rest if i == last else 0) for i in range(num)]
 
 
-def check(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], nbytes: int, *, num_ranks: int = 1) -> None:
+def check(
+    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], nbytes: int, *, num_ranks: int = 1
+) -> None:
     """Whether files can be striped over these paths. Makes nothing.
 
     Args:
@@ -113,7 +121,8 @@ def check(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
         num_ranks: ranks that will use the same paths.
 
     Raises:
-        FzeroValueError: paths that are missing, no directories, not writable, or too small; all of them, with what they need and have.
+        FzeroValueError: paths that are missing, no directories, not writable, or too small; all of them, with what they
+            need and have.
 
     Example:
         >>> check("/nowhere", 1 << 30)
@@ -131,7 +140,10 @@ def check(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
     for sharing in systems.values():
         needed, free = sum(share for _, share in sharing), _free(sharing[0][0])
         if needed > free:
-            problems.append(f"{', '.join(dict.fromkeys(str(place) for place, _ in sharing))}: {size(needed)} needed, {size(free)} free")
+            problems.append(
+                f"{', '.join(dict.fromkeys(str(place) for place, _ in sharing))}: {size(needed)} needed, {size(free)} "
+                f"free"
+            )
     if not places:
         problems.append("no path is given")
     if problems:
@@ -174,7 +186,10 @@ def extend(parts: Sequence[Part], before: int, nbytes: int) -> None:
             if needs > has:
                 os.posix_fallocate(part.fd, has, needs - has)
         except OSError as error:
-            problems.append(f"{part.path}: {error.strerror or error}: {size(needs - has)} more needed, {size(_free(part.path))} free")
+            problems.append(
+                f"{part.path}: {error.strerror or error}: {size(needs - has)} more needed, {size(_free(part.path))} "
+                f"free"
+            )
     if problems:
         for part, has in zip(parts, old, strict=True):
             os.ftruncate(part.fd, has)
@@ -207,7 +222,11 @@ def _make(path: Path, nbytes: int) -> Part:
         direct = _is_direct(directory / _PROBE)
         if not direct and (name := str(path.resolve())) not in _told:
             _told.add(name)
-            logger.warning("fzero.offload: %s cannot be read and written directly (O_DIRECT): the system's page cache takes memory for what rests there", name)
+            logger.warning(
+                "fzero.offload: %s cannot be read and written directly (O_DIRECT): the system's page cache takes "
+                "memory for what rests there",
+                name,
+            )
         plain = os.open(directory / _DATA, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fds.append(plain)
         if nbytes:
@@ -249,8 +268,9 @@ def _hold(lock: int) -> bool | None:
 def _is_direct(probe: Path) -> bool:
     """Whether direct I/O is what it says here.
 
-    Opening a file so proves nothing, nor does an odd read, which finds a hole everywhere. Where it is direct, a block can be written and read back and
-    an odd number of bytes cannot be written; file systems that only pretend (those in memory do) take both.
+    Opening a file so proves nothing, nor does an odd read, which finds a hole everywhere. Where it is direct, a block
+    can be written and read back and an odd number of bytes cannot be written; file systems that only pretend (those in
+    memory do) take both.
     """
     if not hasattr(os, "O_DIRECT"):
         return False
@@ -304,7 +324,8 @@ def _sweep(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a directory whose lock one holds, and what is made in it; the lock last, so that a removal cut short can be finished."""
+    """Removes a directory whose lock one holds, and what is made in it; the lock last, so that a removal cut short can
+    be finished."""
     for name in (_PROBE, _DATA, _LOCK):
         with suppress(OSError):
             os.unlink(directory / name)

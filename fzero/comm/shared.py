@@ -1,10 +1,11 @@
 """Transfers between processes of one host on the CPU: each reads what it needs out of the others' pools.
 
-A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this rank's part is there, by
-adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads them with one system call a leaf. Nothing is sent
-through a socket, copied twice or reduced twice: gathering is one copy of the other ranks' shards, reducing one pass over this rank's part of each
-rank's summand, in the order of the ranks, so that the result does not depend on who came first. A rank that leaves closes its connection, which is
-what a wait then sees.
+A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this
+rank's part is there, by adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads
+them with one system call a leaf. Nothing is sent through a socket, copied twice or reduced twice: gathering is one copy
+of the other ranks' shards, reducing one pass over this rank's part of each rank's summand, in the order of the ranks,
+so that the result does not depend on who came first. A rank that leaves closes its connection, which is what a wait
+then sees.
 
 When a buffer may be written again is settled in the program: [Note: release] in program/liveness.py.
 """
@@ -46,7 +47,8 @@ _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 @dataclass(frozen=True)
 class Moving:
-    """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is there."""
+    """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
+    there."""
 
     kind: str
     axis: str
@@ -76,14 +78,22 @@ class SharedMemory:
         self._pool: _Pool | None = None
         self._names: list[str] = []  # of the programs, by the number of their pool
         self._runs = 0
-        weakref.finalize(self, _close, [fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
+        weakref.finalize(
+            self,
+            _close,
+            [fd for p in peers.values() for fd in (p.ours, p.theirs)],
+            [p.connection for p in peers.values()],
+        )
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
-        self._board = self._shared(2 * _NUMBER)  # where each rank says which program it runs: of this run and of the one before
+        self._board = self._shared(
+            2 * _NUMBER
+        )  # where each rank says which program it runs: of this run and of the one before
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
-        """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs in the same order."""
+        """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs
+        in the same order."""
         found = self._shared(nbytes)
         found.number = len(self._names)
         self._names.append(name)
@@ -101,9 +111,12 @@ class SharedMemory:
                 fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
             return _Pool(mmap.mmap(fd, size), fds)
         except OSError as error:
-            _close([*fds.values()], [p.connection for p in self._peers.values()])  # the others would wait for what does not come
+            _close(
+                [*fds.values()], [p.connection for p in self._peers.values()]
+            )  # the others would wait for what does not come
             fix = (
-                "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; make_mesh(shared_memory=False) does without"
+                "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; "
+                "make_mesh(shared_memory=False) does without"
             )
             what = f"the ranks cannot give each other the memory of a program, {units.size(nbytes)}"
             raise DivergenceError(message("compile", what, [f"rank {self._mesh.rank}: {error}"], fix)) from error
@@ -112,7 +125,8 @@ class SharedMemory:
                 os.close(fd)
 
     def begin(self, pool: torch.Tensor) -> None:
-        """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it that all are to run this one.
+        """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it
+        that all are to run this one.
 
         Raises:
             DivergenceError: ranks call different steps; nothing has been written.
@@ -143,17 +157,22 @@ class SharedMemory:
                 part.copy_(shard)
         return Moving("gather", axis, "", self._announce(axis), into, into)
 
-    def reduce_scatter_start(self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+    def reduce_scatter_start(
+        self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> Moving:
         flats = into[: len(wholes)]
         settle(wholes, flats)
         return Moving("scatter", axis, op, self._announce(axis), flats, into[len(wholes) :])
 
-    def all_reduce_start(self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]) -> Moving:
+    def all_reduce_start(
+        self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> Moving:
         settle(values, into)
         return Moving("reduce", axis, op, self._announce(axis), into, into)
 
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this rank's as well."""
+        """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
+        rank's as well."""
         self._hear(moving.due)
         along, index = self._along[moving.axis], self._mesh.index(moving.axis)
         if moving.kind == "gather":
@@ -166,7 +185,9 @@ class SharedMemory:
             for flat, value in zip(merged(moving.flats), merged([v.view(-1) for v in into]), strict=True):
                 self._combine(flat, 0, value, along, moving.op)
         else:
-            for flat in moving.flats:  # the part that nobody else reads is summed in place, then everyone reads everyone's
+            for (
+                flat
+            ) in moving.flats:  # the part that nobody else reads is summed in place, then everyone reads everyone's
                 part = _part(flat, index, len(along))
                 if part.numel():
                     self._combine(flat, int(part.storage_offset() - flat.storage_offset()), part, along, moving.op)
@@ -187,7 +208,8 @@ class SharedMemory:
                 self._read(rank, self._offset(part), part.nbytes, self._pool.bytes, self._offset(part))  # type: ignore[union-attr]
 
     def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
-        """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this rank's own."""
+        """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this
+        rank's own."""
         step, itemsize = _CHUNK // out.element_size(), out.element_size()
         in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
         for at in range(0, out.numel(), step):
@@ -198,7 +220,9 @@ class SharedMemory:
                 own = self._scratch[2].view(out.dtype)[:num].copy_(own)
             held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
             for rank in along[1:]:
-                held = _COMBINE[op](held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here)
+                held = _COMBINE[op](
+                    held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here
+                )
 
     def _fetch(self, rank: int, offset: int, num: int, dtype: torch.dtype, which: int) -> torch.Tensor:
         """Elements of another rank's pool, in a small buffer."""
@@ -212,7 +236,9 @@ class SharedMemory:
             if not num:
                 what = f"rank {rank}'s memory ends before what rank {self._mesh.rank} reads there"
                 fix = "run the same code on every rank; the state is lost, go on from the last checkpoint"
-                raise DivergenceError(message("step", "a transfer failed: another rank runs another program", [what], fix))
+                raise DivergenceError(
+                    message("step", "a transfer failed: another rank runs another program", [what], fix)
+                )
             done += num
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -221,7 +247,8 @@ class SharedMemory:
     # --- telling and hearing ---
 
     def _announce(self, axis: str) -> dict[int, int]:
-        """Tells the other ranks along an axis that this rank's part is there. Returns the number of notices from each that say the same."""
+        """Tells the other ranks along an axis that this rank's part is there. Returns the number of notices from each
+        that say the same."""
         peers = [self._peers[r] for r in self._along[axis] if r != self._mesh.rank]
         self._tell(peers)
         return {p.rank: p.told for p in peers}
@@ -246,14 +273,26 @@ class SharedMemory:
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
         deadline = time.monotonic() + self._mesh.timeout
-        while not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout)))) and time.monotonic() < deadline:
+        while (
+            not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout))))
+            and time.monotonic() < deadline
+        ):
             self._mesh.turns.look("step")
         if peer.theirs in ready:
             return
         self._mesh.turns.look("step")
-        what = f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
+        what = (
+            f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
+        )
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
-        raise DivergenceError(message("step", "a transfer failed: another rank has left, or runs another program", [f"rank {self._mesh.rank}: {what}"], fix))
+        raise DivergenceError(
+            message(
+                "step",
+                "a transfer failed: another rank has left, or runs another program",
+                [f"rank {self._mesh.rank}: {what}"],
+                fix,
+            )
+        )
 
 
 class _Pool:
@@ -275,7 +314,8 @@ def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
 
 
 def connect(mesh: Mesh) -> SharedMemory | None:
-    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so; rank 0's log says which, and why."""
+    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so; rank
+    0's log says which, and why."""
     store, me = mesh.store, mesh.rank
     prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
     peers: dict[int, _Peer] = {}
@@ -302,7 +342,10 @@ def connect(mesh: Mesh) -> SharedMemory | None:
         store.set(f"{prefix}/failed", "")
     store.set(f"{prefix}/ready/{me}", failure)
     missing = absent(store, [f"{prefix}/ready/{r}" for r in range(mesh.size)], mesh.timeout)
-    said = {r: f"did not come in {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode() for r in range(mesh.size)}
+    said = {
+        r: f"did not come in {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode()
+        for r in range(mesh.size)
+    }
     if not any(said.values()):
         return SharedMemory(mesh, peers)
     _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
@@ -338,9 +381,14 @@ def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -
 
 
 def _callers(
-    server: socket.socket, secret: bytes, ranks: Iterable[int], timeout: float, hopeless: Callable[[], bool] = lambda: False
+    server: socket.socket,
+    secret: bytes,
+    ranks: Iterable[int],
+    timeout: float,
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, socket.socket]]:
-    """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up on; nobody is waited for alone.
+    """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up
+    on; nobody is waited for alone.
 
     Raises:
         OSError: a rank did not come in time, or `hopeless` says that one will not.
@@ -385,12 +433,15 @@ def _callers(
 
 def _same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end is this process's user's."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return user == os.geteuid()
 
 
 def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
-    """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would wait for what does not come."""
+    """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would
+    wait for what does not come."""
     ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
         _send_fd(connection, ours, rank)

@@ -1,9 +1,10 @@
 """Copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
-What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others change places.
+What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others
+change places.
 
-A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never come. The step goes on with what the
-buffers hold and fails at its end, on every rank, with the same error.
+A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never
+come. The step goes on with what the buffers hold and fails at its end, on every rank, with the same error.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from fzero.mesh import Mesh
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, its begin and end, where they are events, and how many
-    bytes it reads from disk or writes there."""
+    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, its begin and
+    end, where they are events, and how many bytes it reads from disk or writes there."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
@@ -61,7 +62,8 @@ class Tiers:
         return Arriving(copy.wait, sources, copy.span)
 
     def begin(self, guesses: bool) -> None:
-        """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare extent."""
+        """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare
+        extent."""
         self.guessing, self._guessed = guesses and self._right, []
 
     def guess(self, function: Callable[..., object]) -> Callable[..., object]:
@@ -69,8 +71,8 @@ class Tiers:
         return function if self.guessing else _nothing
 
     def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
-        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here on. The next step guesses if these
-        were right."""
+        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here
+        on. The next step guesses if these were right."""
         self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
         counts = self._right and self.guessing
         for leaf in self._guessed if counts else ():
@@ -80,15 +82,21 @@ class Tiers:
         self._guessed = []
         return not counts
 
-    def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
+    def disk_read_start(
+        self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
+    ) -> Arriving:
         if guess and not self.guessing:
             return _NOTHING
         self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
-        transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into))
+        transfer = extents[0].files.read(
+            [(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into)
+        )
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
-    def disk_write_start(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Arriving:
+    def disk_write_start(
+        self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
+    ) -> Arriving:
         if guess and not self.guessing:
             return _NOTHING
         extents = [_extent(x) for x in into]
@@ -100,11 +108,15 @@ class Tiers:
         return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
 
     def _after(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
-        """What returns once a disk may read and write these: those on a GPU when it has come to where the program is."""
+        """What returns once a disk may read and write these: those on a GPU when it has come to where the program
+        is."""
         return self._copies.reached() if tensors[0].device.type == "cuda" else None
 
-    def settled(self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]) -> Callable[..., Any]:
-        """A function that the host may run: what it writes, as `written(*args, into)` says, is not on its way to the device any more."""
+    def settled(
+        self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]
+    ) -> Callable[..., Any]:
+        """A function that the host may run: what it writes, as `written(*args, into)` says, is not on its way to the
+        device any more."""
 
         def call(*args: Any, into: Sequence[Any] = (), **kwargs: Any) -> Any:
             self._copies.settle([x for x in written(*args, into) if x is not None])

@@ -53,17 +53,30 @@ def read_ahead(
         [3, 4, 5]
     """
     if not isinstance(depth, int) or depth < 1:
-        raise FzeroValueError(message("data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1"))
+        raise FzeroValueError(
+            message("data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1")
+        )
     where = None if device is None else torch.device(device)
     if where is not None and where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())  # the caller's: the thread has a current device of its own
+        where = torch.device(
+            "cuda", torch.cuda.current_device()
+        )  # the caller's: the thread has a current device of its own
     return ReadAhead(dataset, start, stop, rank, size, depth, where)
 
 
 class ReadAhead:
     """The iterator of `read_ahead`; also a context manager that closes itself."""
 
-    def __init__(self, dataset: Dataset, start: int, stop: int | None, rank: int, size: int, depth: int, device: torch.device | None):
+    def __init__(
+        self,
+        dataset: Dataset,
+        start: int,
+        stop: int | None,
+        rank: int,
+        size: int,
+        depth: int,
+        device: torch.device | None,
+    ):
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._device = device
@@ -104,7 +117,13 @@ class ReadAhead:
 
 
 def _produce(
-    dataset: Dataset, steps: Any, rank: int, size: int, device: torch.device | None, ready: queue.Queue[tuple[str, Any]], stopped: threading.Event
+    dataset: Dataset,
+    steps: Any,
+    rank: int,
+    size: int,
+    device: torch.device | None,
+    ready: queue.Queue[tuple[str, Any]],
+    stopped: threading.Event,
 ) -> None:
     try:
         cuda = device is not None and device.type == "cuda"

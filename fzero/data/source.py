@@ -31,14 +31,24 @@ def python_source(limit_bytes: int | None = None) -> torch.Tensor:
         torch.Size([1000])
     """
     if limit_bytes is not None and limit_bytes < 1:
-        raise FzeroValueError(message("data.python_source", f"limit_bytes={limit_bytes} leaves nothing", fix="ask for at least 1 byte"))
+        raise FzeroValueError(
+            message("data.python_source", f"limit_bytes={limit_bytes} leaves nothing", fix="ask for at least 1 byte")
+        )
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [(f.relative_to(root).as_posix(), f) for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)]
+    files = [
+        (f.relative_to(root).as_posix(), f) for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)
+    ]
     text = bytearray()
     for _, file in sorted(files):
         text += file.read_bytes()
         if limit_bytes is not None and len(text) >= limit_bytes:
             break
     if not text:
-        raise FzeroValueError(message("data.python_source", f"no .py files under {root}", fix="use a Python installed with its library's source"))
+        raise FzeroValueError(
+            message(
+                "data.python_source",
+                f"no .py files under {root}",
+                fix="use a Python installed with its library's source",
+            )
+        )
     return torch.frombuffer(text, dtype=torch.uint8)[:limit_bytes]

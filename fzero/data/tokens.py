@@ -1,12 +1,12 @@
 """Batches of tokens that are a pure function of the step.
 
-[Note: which window when] The corpus is cut in windows of `seq + 1` tokens, `seq` apart, so that every token but the first
-is a target once an epoch. The run sees an endless sequence of samples: sample `g` is the window number `g % num_windows`
-of epoch `g // num_windows`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) * batch)`, of which
-rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation that is computed
-forwards, window by window, so nothing is shuffled, stored or restored: a Feistel network over the smallest
-`2**(2 * half) >= num_windows`, applied again to what falls outside (cycle walking; Black and Rogaway, Ciphers with
-arbitrary finite domains, CT-RSA 2002).
+[Note: which window when] The corpus is cut in windows of `seq + 1` tokens, `seq` apart, so that every token but the
+first is a target once an epoch. The run sees an endless sequence of samples: sample `g` is the window number `g %
+num_windows` of epoch `g // num_windows`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) *
+batch)`, of which rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation
+that is computed forwards, window by window, so nothing is shuffled, stored or restored: a Feistel network over the
+smallest `2**(2 * half) >= num_windows`, applied again to what falls outside (cycle walking; Black and Rogaway, Ciphers
+with arbitrary finite domains, CT-RSA 2002).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 
 _DIGESTED = (1 << 16, 256)  # tokens a piece, pieces: what of a corpus its digest is made of
 
-_ROUNDS = 8  # of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones
+_ROUNDS = (
+    8  # of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones
+)
 
 
 class TokenDataset:
@@ -42,8 +44,9 @@ class TokenDataset:
         batch: rows of the *global* batch of a step.
         seed: of the order of the windows.
         dtype: of the tokens in the file; needed for a path.
-        skip: half-open ranges of steps of data to leave out, numbered as if nothing were skipped, e.g. `[(1200, 1250)]` after
-            the loss went wrong there: steps before 1200 stay what they were, step 1200 takes the data of step 1250.
+        skip: half-open ranges of steps of data to leave out, numbered as if nothing were skipped, e.g. `[(1200, 1250)]`
+            after the loss went wrong there: steps before 1200 stay what they were, step 1200 takes the data of step
+            1250.
 
     Memory: the tokens given; of a file, what the operating system keeps of it in its page cache.
 
@@ -71,26 +74,49 @@ class TokenDataset:
         skip: Iterable[tuple[int, int]] = (),
     ):
         random.key(seed)  # complains about what is no seed
-        problems = [f"{name}={value!r} is not a whole number of at least 1" for name, value in (("seq", seq), ("batch", batch)) if not _counts(value)]
+        problems = [
+            f"{name}={value!r} is not a whole number of at least 1"
+            for name, value in (("seq", seq), ("batch", batch))
+            if not _counts(value)
+        ]
         self.skip = tuple(sorted((a, b) for a, b in skip))
         problems += [f"skip: ({a}, {b}) is not a range of steps" for a, b in self.skip if not 0 <= a < b]
-        problems += [f"skip: {x} and {y} overlap" for x, y in zip(self.skip, self.skip[1:], strict=False) if x[1] > y[0]]
+        problems += [
+            f"skip: {x} and {y} overlap" for x, y in zip(self.skip, self.skip[1:], strict=False) if x[1] > y[0]
+        ]
         if problems:
             raise FzeroValueError(
-                message("data.TokenDataset", "cannot make batches", problems, "give sizes of at least 1 and disjoint ranges (first, last + 1)")
+                message(
+                    "data.TokenDataset",
+                    "cannot make batches",
+                    problems,
+                    "give sizes of at least 1 and disjoint ranges (first, last + 1)",
+                )
             )
-        self.tokens = _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)
+        self.tokens = (
+            _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)
+        )
         self.seq, self.batch, self.seed = seq, batch, seed
         self.num_windows = (len(self.tokens) - 1) // seq
         if self.num_windows < 1:
-            fix = f"use at least {seq + 1} tokens or seq={len(self.tokens) - 1}" if len(self.tokens) > 1 else f"use at least {seq + 1} tokens"
+            fix = (
+                f"use at least {seq + 1} tokens or seq={len(self.tokens) - 1}"
+                if len(self.tokens) > 1
+                else f"use at least {seq + 1} tokens"
+            )
             raise FzeroValueError(
-                message("data.TokenDataset", "the corpus is shorter than one window", [f"{len(self.tokens)} tokens, a window is seq + 1 = {seq + 1}"], fix)
+                message(
+                    "data.TokenDataset",
+                    "the corpus is shorter than one window",
+                    [f"{len(self.tokens)} tokens, a window is seq + 1 = {seq + 1}"],
+                    fix,
+                )
             )
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps until every window was seen once; seldom whole, as a batch may begin in one epoch and end in the next."""
+        """Steps until every window was seen once; seldom whole, as a batch may begin in one epoch and end in the
+        next."""
         return self.num_windows / self.batch
 
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +124,8 @@ class TokenDataset:
 
         Args:
             step: counted from 0.
-            rank, size: of this process among those that share the batch, e.g. `mesh.index("data"), mesh.axis_size("data")`.
+            rank, size: of this process among those that share the batch, e.g. `mesh.index("data"),
+                mesh.axis_size("data")`.
 
         Returns: `(tokens, targets)`, int64[batch / size, seq] each.
 
@@ -111,10 +138,19 @@ class TokenDataset:
         elif not (_counts(rank, 0) and rank < size):
             problems.append(f"rank={rank!r} is not one of 0 to {size - 1}")
         if problems:
-            raise FzeroValueError(message("data.batch_at", "there is no such batch", problems, "count steps and ranks from 0"))
+            raise FzeroValueError(
+                message("data.batch_at", "there is no such batch", problems, "count steps and ranks from 0")
+            )
         if self.batch % size:
-            fix = f"make batch a multiple of {size}, e.g. {-(-self.batch // size) * size}, or use a number of ranks that divides {self.batch}"
-            raise FzeroValueError(message("data.batch_at", f"a batch of {self.batch} rows cannot be shared by {size} ranks alike", fix=fix))
+            fix = (
+                f"make batch a multiple of {size}, e.g. {-(-self.batch // size) * size}, or use a number of ranks that "
+                f"divides {self.batch}"
+            )
+            raise FzeroValueError(
+                message(
+                    "data.batch_at", f"a batch of {self.batch} rows cannot be shared by {size} ranks alike", fix=fix
+                )
+            )
         rows = self.batch // size
         windows = self.windows(self.data_step(step) * self.batch + rank * rows, rows)
         out = torch.empty((rows, self.seq + 1), dtype=torch.int64)
@@ -130,7 +166,8 @@ class TokenDataset:
         return step
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """What to save with a state that has seen the batches before `step`: where in the data it is, and which data in which order. JSON can hold it.
+        """What to save with a state that has seen the batches before `step`: where in the data it is, and which data in
+        which order. JSON can hold it.
 
         Example:
             >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
@@ -140,7 +177,8 @@ class TokenDataset:
         return {"next": self.data_step(step), **self._identity()}
 
     def resume(self, cursor: Any) -> int:
-        """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing else that says which batch is next.
+        """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing
+        else that says which batch is next.
 
         Raises:
             FzeroValueError: the cursor is of other data, or of another order of them, listing every difference.
@@ -148,16 +186,31 @@ class TokenDataset:
         mine = self._identity()
         if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
             fix = "save one with the state: fz.checkpoint.save(..., meta={'data': dataset.cursor(step)})"
-            raise FzeroValueError(message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix))
+            raise FzeroValueError(
+                message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix)
+            )
         if type(cursor["next"]) is not int or cursor["next"] < 0:
             raise FzeroValueError(
-                message("data.resume", f"next is {cursor['next']!r}, not the number of a batch", fix="give a cursor as data.cursor(step) made it")
+                message(
+                    "data.resume",
+                    f"next is {cursor['next']!r}, not the number of a batch",
+                    fix="give a cursor as data.cursor(step) made it",
+                )
             )
-        others = {n: (cursor[n], now) for n, now in mine.items() if type(cursor[n]) is not type(now) or cursor[n] != now}
+        others = {
+            n: (cursor[n], now) for n, now in mine.items() if type(cursor[n]) is not type(now) or cursor[n] != now
+        }
         problems = [f"{name}: saved with {then!r}, now {now!r}" for name, (then, now) in others.items()]
         if problems:
-            fix = "give the corpus, seq, batch and seed that it was saved with (python_source is another text in another version of Python)"
-            raise FzeroValueError(message("data.resume", "the run was saved with other data than this, or in another order", problems, fix))
+            fix = (
+                "give the corpus, seq, batch and seed that it was saved with (python_source is another text in another "
+                "version of Python)"
+            )
+            raise FzeroValueError(
+                message(
+                    "data.resume", "the run was saved with other data than this, or in another order", problems, fix
+                )
+            )
         step = position = cursor["next"]
         for first, stop in self.skip:
             step -= max(0, min(position, stop) - first)
@@ -165,7 +218,13 @@ class TokenDataset:
 
     def _identity(self) -> dict[str, Any]:
         """What the batch of every step follows from, but for `skip`."""
-        return {"seq": self.seq, "batch": self.batch, "seed": self.seed, "tokens": len(self.tokens), "digest": _digest(self.tokens)}
+        return {
+            "seq": self.seq,
+            "batch": self.batch,
+            "seed": self.seed,
+            "tokens": len(self.tokens),
+            "digest": _digest(self.tokens),
+        }
 
     def windows(self, first: int, count: int) -> list[int]:
         """The windows that samples `first` to `first + count - 1` of the run read, see [Note: which window when]."""
@@ -173,7 +232,9 @@ class TokenDataset:
         while count:
             epoch, position = divmod(first, self.num_windows)
             n = min(count, self.num_windows - position)
-            out += _permute(torch.arange(position, position + n), self.num_windows, _round_keys(self.seed, epoch)).tolist()
+            out += _permute(
+                torch.arange(position, position + n), self.num_windows, _round_keys(self.seed, epoch)
+            ).tolist()
             first, count = first + n, count - n
         return out
 
@@ -190,17 +251,26 @@ class TokenDataset:
         if not (0 < fraction < 1 and kept >= 1 and len(self.tokens) - cut > self.seq):
             problems = [f"{self.num_windows} windows of {self.seq} + 1 tokens"]
             raise FzeroValueError(
-                message("data.split", f"fraction={fraction} leaves a side without data", problems, "choose another fraction or a smaller seq")
+                message(
+                    "data.split",
+                    f"fraction={fraction} leaves a side without data",
+                    problems,
+                    "choose another fraction or a smaller seq",
+                )
             )
         options: dict[str, Any] = {"seq": self.seq, "batch": self.batch, "seed": self.seed}
         return TokenDataset(self.tokens[:cut], **options, skip=self.skip), TokenDataset(self.tokens[cut:], **options)
 
     def __repr__(self) -> str:
-        return f"TokenDataset({describe(self.tokens)}, seq={self.seq}, batch={self.batch}, seed={self.seed}, num_windows={self.num_windows})"
+        return (
+            f"TokenDataset({describe(self.tokens)}, seq={self.seq}, batch={self.batch}, seed={self.seed}, "
+            f"num_windows={self.num_windows})"
+        )
 
 
 def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype | None = None) -> None:
-    """Writes tokens as a flat binary file in this machine's byte order, without a header; `TokenDataset(path, dtype=...)` maps it.
+    """Writes tokens as a flat binary file in this machine's byte order, without a header; `TokenDataset(path,
+    dtype=...)` maps it.
 
     The file appears whole or not at all: it is written beside `path` and renamed.
 
@@ -217,9 +287,16 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
     _check_dtype("data.write_tokens", stored)
     low, high = _range(tokens)
     if low < torch.iinfo(stored).min or high > torch.iinfo(stored).max:
-        fits = [str(d).removeprefix("torch.") for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max]
-        problem = [f"tokens are {low} to {high}, {str(stored).removeprefix('torch.')} holds {torch.iinfo(stored).min} to {torch.iinfo(stored).max}"]
-        raise FzeroValueError(message("data.write_tokens", "tokens do not fit the dtype", problem, f"store them as {' or '.join(fits)}"))
+        fits = [
+            str(d).removeprefix("torch.") for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max
+        ]
+        problem = [
+            f"tokens are {low} to {high}, {str(stored).removeprefix('torch.')} holds {torch.iinfo(stored).min} to "
+            f"{torch.iinfo(stored).max}"
+        ]
+        raise FzeroValueError(
+            message("data.write_tokens", "tokens do not fit the dtype", problem, f"store them as {' or '.join(fits)}")
+        )
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -232,7 +309,8 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
 
 
 def _digest(tokens: torch.Tensor) -> str:
-    """SHA-256 of the tokens as they are stored; of a corpus of more than 16 M of them, of 256 pieces of 64 Ki, evenly spread."""
+    """SHA-256 of the tokens as they are stored; of a corpus of more than 16 M of them, of 256 pieces of 64 Ki, evenly
+    spread."""
     sha, (piece, count) = hashlib.sha256(str(tokens.dtype).encode()), _DIGESTED
     starts = range(0, len(tokens), piece)
     if len(starts) > count:
@@ -270,30 +348,56 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None:
-        raise FzeroTypeError(message("data.TokenDataset", f"{path} does not say what it holds", fix="pass the dtype of its tokens, e.g. dtype=torch.uint16"))
+        raise FzeroTypeError(
+            message(
+                "data.TokenDataset",
+                f"{path} does not say what it holds",
+                fix="pass the dtype of its tokens, e.g. dtype=torch.uint16",
+            )
+        )
     _check_dtype("data.TokenDataset", dtype)
     if not path.is_file():
-        raise FzeroValueError(message("data.TokenDataset", f"{path} is not a file", fix="write one with fz.data.write_tokens(path, tokens)"))
+        raise FzeroValueError(
+            message(
+                "data.TokenDataset", f"{path} is not a file", fix="write one with fz.data.write_tokens(path, tokens)"
+            )
+        )
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
-        problem = [f"{size} bytes are not a positive whole number of {str(dtype).removeprefix('torch.')} tokens of {dtype.itemsize} bytes"]
+        problem = [
+            f"{size} bytes are not a positive whole number of {str(dtype).removeprefix('torch.')} tokens of "
+            f"{dtype.itemsize} bytes"
+        ]
         raise FzeroValueError(
-            message("data.TokenDataset", f"{path} is not a file of such tokens", problem, "pass the dtype it was written with, or write it again")
+            message(
+                "data.TokenDataset",
+                f"{path} is not a file of such tokens",
+                problem,
+                "pass the dtype it was written with, or write it again",
+            )
         )
     return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
 
 
 def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is not None:
-        raise FzeroTypeError(message("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out"))
+        raise FzeroTypeError(
+            message("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
+        )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a read-only array, such as a memory map: it is never written to
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # a read-only array, such as a memory map: it is never written to
             out = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FzeroTypeError(message("data", f"tokens cannot be {describe(tokens)}", [str(error)], "pass a 1-D integer tensor or array")) from error
+        raise FzeroTypeError(
+            message("data", f"tokens cannot be {describe(tokens)}", [str(error)], "pass a 1-D integer tensor or array")
+        ) from error
     if out.dim() != 1 or out.dtype not in DTYPES:
-        raise FzeroTypeError(message("data", f"tokens cannot be {describe(out)}", fix=f"pass a 1-D tensor of {_names(DTYPES)}"))
+        raise FzeroTypeError(
+            message("data", f"tokens cannot be {describe(out)}", fix=f"pass a 1-D tensor of {_names(DTYPES)}")
+        )
     return out.detach().cpu()
 
 

@@ -1,12 +1,14 @@
-"""offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the budgets the fastest step is taken.
+"""offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the
+budgets the fastest step is taken.
 
-[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles before in whole, and a part of the last
-one. Of what is on disk a part may be on the host instead. Gradients wait on disk only where the host has no room for them.
+[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
+before in whole, and a part of the last one. Of what is on disk a part may be on the host instead. Gradients wait on
+disk only where the host has no room for them.
 
-[Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand (bounds.py): the bytes that rest,
-the gradients that wait, and for how long each queue is busy. They are made in the order of the time that is likely, but for
-those that are expected not to fit, by what programs alike took besides the least; until none that is left can be faster, or so many lines were made
-that more would take too long.
+[Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand
+(bounds.py): the bytes that rest, the gradients that wait, and for how long each queue is busy. They are made in the
+order of the time that is likely, but for those that are expected not to fit, by what programs alike took besides the
+least; until none that is left can be faster, or so many lines were made that more would take too long.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ Build = Callable[[Records], Variants]
 
 @dataclass(frozen=True)
 class _Share:
-    """So many eighths of the bytes of some roles on a tier; `back`: as many of all their eighths that are on the host instead of on disk."""
+    """So many eighths of the bytes of some roles on a tier; `back`: as many of all their eighths that are on the host
+    instead of on disk."""
 
     roles: tuple[str, ...]
     tier: str
@@ -77,15 +80,23 @@ class _Share:
             yield replace(asked, tier="nvme", fraction=(self.eighths - self.back) / (FINEST - self.back))
 
     def __str__(self) -> str:
-        parts = [(self.back, "on the host"), (self.eighths - self.back, "on disk")] if self.tier == "nvme" else [(self.eighths, "on the host")]
+        parts = (
+            [(self.back, "on the host"), (self.eighths - self.back, "on disk")]
+            if self.tier == "nvme"
+            else [(self.eighths, "on the host")]
+        )
         what = " and ".join(self.roles)
-        return " and ".join(f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n)
+        return " and ".join(
+            f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n
+        )
 
 
 Shares = tuple[_Share, ...]
 
 
-def choose_tiers(build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None = None) -> tuple[Records, Decision]:
+def choose_tiers(
+    build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None = None
+) -> tuple[Records, Decision]:
     """The records that take the place of an `offload("auto")`, and why.
 
     Args:
@@ -114,19 +125,36 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
     if limits[2] is not None and not auto.path:
         problems.append(f"disk_budget of {size(limits[2])}, and no path that they are on")
     if not batch:
-        problems.append("batch: where the state rests is decided before the first batch is seen, and without one it is not known what the step takes")
+        problems.append(
+            "batch: where the state rests is decided before the first batch is seen, and without one it is not known "
+            "what the step takes"
+        )
     if problems:
-        fix = 'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and fz.offload("auto", path="/scratch") for a disk'
+        fix = (
+            'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and '
+            'fz.offload("auto", path="/scratch") for a disk'
+        )
         raise FzeroValueError(message("offload", "'auto' chooses what fits into budgets", problems, fix))
 
 
 class _Search:
-    def __init__(self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None):
-        self.build, self.least, self.auto, self.budget, self.unified, self.progress = build, least, auto, budget, unified, progress
+    def __init__(
+        self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None
+    ):
+        self.build, self.least, self.auto, self.budget, self.unified, self.progress = (
+            build,
+            least,
+            auto,
+            budget,
+            unified,
+            progress,
+        )
         self.variants: dict[Shares, Variants] = {}
         self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
         self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
-        self.besides: dict[Any, tuple[float, float]] = {}  # bytes of device and host that programs took besides the least
+        self.besides: dict[
+            Any, tuple[float, float]
+        ] = {}  # bytes of device and host that programs took besides the least
         self.made: dict[int, Program] = {}  # by identity: choices may come to the same
 
     def run(self) -> tuple[Records, Decision]:
@@ -135,7 +163,9 @@ class _Search:
         asked = self._everything()
         program = self._variants(asked).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
-        self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))  # after a loop there is nothing left to run beside
+        self.guessable = self.sizes.turns == 1 and bool(
+            num_guessable(program, TIERS[-1])
+        )  # after a loop there is nothing left to run beside
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
         bounds |= self._with_gradients_on_disk(bounds)
         tried = set[tuple[Shares, Choice]]()
@@ -149,15 +179,24 @@ class _Search:
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
             able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
-            for left in reversed(range(min(LAST_TRIED, len(able)))):  # each tells what to expect of the others; the last is what leaves most room
-                expected = (lambda c: self._expected(c, bounds[c])) if left else (lambda c: self.budget.filled(bounds[c].peaks))
+            for left in reversed(
+                range(min(LAST_TRIED, len(able)))
+            ):  # each tells what to expect of the others; the last is what leaves most room
+                expected = (
+                    (lambda c: self._expected(c, bounds[c]))
+                    if left
+                    else (lambda c: self.budget.filled(bounds[c].peaks))
+                )
                 able.remove(candidate := min(able, key=lambda c: (expected(c), bounds[c].likely)))
                 if self._try(*candidate, bounds[candidate]):
                     break
             else:
                 raise self._unmet(bounds)
         best, *others = sorted(self.found, key=lambda shares: self.found[shares])
-        why = [f"{duration(self.found[best])} a step predicted, the fastest that fits", *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])]
+        why = [
+            f"{duration(self.found[best])} a step predicted, the fastest that fits",
+            *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2]),
+        ]
         return self._records(best), Decision("offload", _names(best), "; ".join(why))
 
     def _ladders(self) -> list[Ladder]:
@@ -180,23 +219,36 @@ class _Search:
                     found[shares] = None
                     for i, share in enumerate(shares):
                         if share.tier == "nvme" and not self.unified and self.budget.host is not None:
-                            found.update(((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None) for k in range(1, share.eighths + 1))
+                            found.update(
+                                ((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None)
+                                for k in range(1, share.eighths + 1)
+                            )
                 below = shares
         return list(found)
 
-    def _with_gradients_on_disk(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> dict[tuple[Shares, Choice], Least]:
+    def _with_gradients_on_disk(
+        self, bounds: Mapping[tuple[Shares, Choice], Least]
+    ) -> dict[tuple[Shares, Choice], Least]:
         """Those whose gradients wait on the host, with gradients on disk instead."""
         if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
             return {}
-        asked = (((*shares, _Share(("gradients",), "nvme", FINEST)), way) for shares, way in bounds if way.grads == self.least.grads)
+        asked = (
+            ((*shares, _Share(("gradients",), "nvme", FINEST)), way)
+            for shares, way in bounds
+            if way.grads == self.least.grads
+        )
         found = {candidate: self._bound(*candidate) for candidate in asked}
-        return {(shares, way): bound for (shares, way), bound in found.items() if bound.host < bounds[shares[:-1], way].host}
+        return {
+            (shares, way): bound for (shares, way), bound in found.items() if bound.host < bounds[shares[:-1], way].host
+        }
 
     def _everything(self) -> Shares:
         """All that may leave the device."""
         state = tuple(role for role in _STATE if role in self.auto.of)
         tier = "nvme" if self.unified else "cpu"
-        activations = (_Share(("activations",), "cpu", FINEST),) if "activations" in self.auto.of and not self.unified else ()
+        activations = (
+            (_Share(("activations",), "cpu", FINEST),) if "activations" in self.auto.of and not self.unified else ()
+        )
         return (*((_Share(state, tier, FINEST),) if state else ()), *activations)
 
     # --- what a choice takes ---
@@ -210,17 +262,36 @@ class _Search:
         return self.variants[shares]
 
     def _ways(self, shares: Shares) -> list[Choice]:
-        """Where updates may run and gradients wait, and which may be on a guess: all updates on the host, or, if that is open, none; what lies between is
-        looked at afterwards."""
+        """Where updates may run and gradients wait, and which may be on a guess: all updates on the host, or, if that
+        is open, none; what lies between is looked at afterwards."""
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
-        kinds = ("update",) if self.unified else GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        kinds = (
+            ("update",)
+            if self.unified
+            else GRADS
+            if self.sizes.turns > 1
+            else ("update", "host")
+            if self.sizes.grads
+            else ("update",)
+        )
         held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
-        disk, host = any(s.tier == "nvme" and s.eighths > s.back for s in held), any(s.tier == "cpu" or s.back for s in held)
-        there = (state and disk, state and host and self.budget.host is not None)  # copies in host memory take room that must be given
+        disk, host = (
+            any(s.tier == "nvme" and s.eighths > s.back for s in held),
+            any(s.tier == "cpu" or s.back for s in held),
+        )
+        there = (
+            state and disk,
+            state and host and self.budget.host is not None,
+        )  # copies in host memory take room that must be given
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
         ends = ENDS if open_side else ENDS[:1]
-        return [replace(self.least, host_share=share, grads=grads, guess=guess) for guess in guesses for share in ends for grads in kinds]
+        return [
+            replace(self.least, host_share=share, grads=grads, guess=guess)
+            for guess in guesses
+            for share in ends
+            for grads in kinds
+        ]
 
     def _bound(self, shares: Shares, way: Choice) -> Least:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
@@ -232,11 +303,13 @@ class _Search:
         return self.sizes.least(rests, on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
-        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of its kind, or any like it, did; updates on
-        the device take no less than on the host."""
+        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of
+        its kind, or any like it, did; updates on the device take no less than on the host."""
         shares, way = candidate
         on_host = replace(way, host_share=ENDS[0])
-        known = (self.besides.get(like) for like in (_kind(shares, way), _kind(shares, on_host), way, replace(way, guess=())))
+        known = (
+            self.besides.get(like) for like in (_kind(shares, way), _kind(shares, on_host), way, replace(way, guess=()))
+        )
         device, host = next(filter(None, known), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
@@ -251,26 +324,41 @@ class _Search:
             self.found[shares] = min(self.found.get(shares, math.inf), step_seconds(program, device, backend))
         if self.progress is not None:
             best = min(self.found, key=lambda shares: self.found[shares], default=None)
-            self.progress(f"{len(self.peaks)} tried, " + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"))
+            self.progress(
+                f"{len(self.peaks)} tried, "
+                + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet")
+            )
         return fits
 
     def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:
         known = {frozenset(s.tier for s in shares) for shares, _ in self.peaks}
-        for candidate in sorted(bounds, key=lambda c: bounds[c].peaks):  # what takes least of the device, on tiers that nothing was tried on
+        for candidate in sorted(
+            bounds, key=lambda c: bounds[c].peaks
+        ):  # what takes least of the device, on tiers that nothing was tried on
             if (used := frozenset(s.tier for s in candidate[0])) not in known:
                 known.add(used)
                 self._try(*candidate, bounds[candidate])
-        over = {shares: (self.budget.over(peaks), peaks) for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))}
+        over = {
+            shares: (self.budget.over(peaks), peaks)
+            for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))
+        }
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][0], over[shares][1][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
         problems, advice = [], list[str]()
         for shares in least.values():
             limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
-            needs = [f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "") for where, need, limit in limits if need]
+            needs = [
+                f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "")
+                for where, need, limit in limits
+                if need
+            ]
             problems.append(f"{_names(shares)}: {', '.join(needs)}")
             if len(problems) == 1:  # the closest
-                way = min((way for tried, way in self.peaks if tried == shares), key=lambda way: self.budget.over(self.peaks[shares, way]))
+                way = min(
+                    (way for tried, way in self.peaks if tried == shares),
+                    key=lambda way: self.budget.over(self.peaks[shares, way]),
+                )
                 program = self._variants(shares)(way)
                 found = plan(program, self.budget.device, backend=self.budget.backend)
                 problems += [f"  {line}" for line in filling(program, found)] if self._lacking(found)[0] else []
@@ -278,7 +366,9 @@ class _Search:
                 advice = self._advice(program, found)
         fixes = [*([] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)']), "raise a budget"]
         fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
-        return BudgetError(message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes)))
+        return BudgetError(
+            message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes))
+        )
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
         """What the step has not got that makes less of what fills a tier which has too little. It is not tried."""

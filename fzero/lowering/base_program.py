@@ -1,7 +1,7 @@
 """The base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
 
-A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype its
-gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
+A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype
+its gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
 """
 
 from __future__ import annotations
@@ -58,28 +58,43 @@ def lower_train(t: Training) -> Lowered:
     slots: list[Slot] = []
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
-        graph, lines, slots = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
+        graph, lines, slots = in_8_bits(
+            graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names
+        )
     outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
     maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
-    wanted: dict[fx.Node, str] = {n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))}
+    wanted: dict[fx.Node, str] = {
+        n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))
+    }
     averaged = outputs[num_sums - len(t.averaged) : num_sums]
     wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
-    lines, sums = _distinct([*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
-    lines, grads = _reduced_grads(t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names)
+    lines, sums = _distinct(
+        [*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions
+    )
+    lines, grads = _reduced_grads(
+        t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
+    )
 
-    sum_values = [Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)]
+    sum_values = [
+        Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)
+    ]
     watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
-    max_values = {name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()}
+    max_values = {
+        name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()
+    }
     update, structure = record_update(t, grads, sum_values, max_values, found, names, watched, slots)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
     program = Program(
         name=t.name,
         mesh=t.mesh,
-        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in (*t.extras.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))),
+        inputs=tuple(
+            Value(x.path, x.shape, x.dtype)
+            for x in (*t.extras.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
+        ),
         leaves={x.path: x for x in (*t.extras.values(), *state)},
         lines=(*lines, update),
         outputs=tuple(v.name for v in update.out),
@@ -91,8 +106,9 @@ def lower_train(t: Training) -> Lowered:
 
 
 def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
-    """Records sums and gradients: the loss's total, its count, the auxiliary sums and new values that are averaged, then a gradient for each leaf that has
-    one, then the new values that must agree, as one vector. The node is that of what gradients are computed from."""
+    """Records sums and gradients: the loss's total, its count, the auxiliary sums and new values that are averaged,
+    then a gradient for each leaf that has one, then the new values that must agree, as one vector. The node is that of
+    what gradients are computed from."""
     made: list[Found] = []
 
     @torch.enable_grad()  # whatever the caller has
@@ -113,10 +129,26 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
-        seed = torch.ones_like(loss.total, memory_format=torch.preserve_format) if seed is None else seed.to(loss.total.dtype)
+        seed = (
+            torch.ones_like(loss.total, memory_format=torch.preserve_format)
+            if seed is None
+            else seed.to(loss.total.dtype)
+        )
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
-        sums = [loss.total, *([] if loss.count is None else [loss.count]), *aux_leaves, *(values[i] for i in t.averaged)]
-        made.append(Found([i for i, g in zip(t.trained, grads, strict=True) if g is not None], len(sums), loss.count is not None, means))
+        sums = [
+            loss.total,
+            *([] if loss.count is None else [loss.count]),
+            *aux_leaves,
+            *(values[i] for i in t.averaged),
+        ]
+        made.append(
+            Found(
+                [i for i, g in zip(t.trained, grads, strict=True) if g is not None],
+                len(sums),
+                loss.count is not None,
+                means,
+            )
+        )
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
         return [*map(summable, sums), *(g for g in grads if g is not None), *agreed, seed]
 
@@ -128,22 +160,32 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
     return graph, found, seed
 
 
-def _reduced_grads(t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names) -> tuple[list[Line], dict[int, Value]]:
+def _reduced_grads(
+    t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names
+) -> tuple[list[Line], dict[int, Value]]:
     """Each gradient under a name of its own, in the dtype it is reduced in, cast right after the line that makes it."""
     grads: dict[int, Value] = {}
     casts: dict[str, list[Line]] = {}
     for i, (source, node) in sources.items():
         leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
         grads[i] = Value(source, leaf.shape, dtype)
-        if dtype != t.precision.reduce(leaf) or node.op == "placeholder" or any(grads[k].name == source for k in grads if k != i):
+        if (
+            dtype != t.precision.reduce(leaf)
+            or node.op == "placeholder"
+            or any(grads[k].name == source for k in grads if k != i)
+        ):
             grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
-            casts.setdefault(source, []).append(Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision"))
+            casts.setdefault(source, []).append(
+                Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision")
+            )
     made_here = {v.name for line in lines for v in line.out}
     lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
     return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
 
 
-def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision) -> Lowered:
+def lower_eval(
+    name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision
+) -> Lowered:
     """The base program of a forward-only step."""
     functions, names = Functions(), Names()
     lines, computed = _casts(params, precision.compute, names)
@@ -154,7 +196,10 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
     made: dict[str, Any] = {}
 
     def outputs_of(*fakes: torch.Tensor) -> list[torch.Tensor]:
-        p, b = dict(zip(params.distinct, fakes, strict=False)), dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True))
+        p, b = (
+            dict(zip(params.distinct, fakes, strict=False)),
+            dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True)),
+        )
         with torch.no_grad(), checks.collected() as failed:
             result = fn(params.rebuild(p), *batch.rebuild(b))
             leaves, made["means"] = flatten_means(result)
@@ -181,7 +226,9 @@ def lower_eval(name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs,
         total, count = next(it), next(it)
         mode = compat.FakeTensorMode()
         with mode:
-            pair = [torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)]
+            pair = [
+                torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)
+            ]
             graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
         results.append(names("mean"))
         value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
@@ -213,9 +260,11 @@ def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Lin
     return lines, values
 
 
-def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions) -> tuple[list[Line], list[str]]:
-    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies in that of an input: a step overwrites
-    its state, and what it says of it is from before."""
+def _distinct(
+    lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions
+) -> tuple[list[Line], list[str]]:
+    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies
+    in that of an input: a step overwrites its state, and what it says of it is from before."""
     aliases, within = Aliases(functions.by_name), dict[str, str]()
     for line in lines:
         within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
@@ -225,7 +274,14 @@ def _distinct(lines: list[Line], found: list[str], nodes: Sequence[fx.Node], nam
     for name, node in zip(found, nodes, strict=True):
         if name in seen or node.op == "placeholder" or within.get(name, name) not in made:
             value = node.meta["val"]
-            lines.append(Line("cast", (name,), (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),), attrs={"dtype": value.dtype}))
+            lines.append(
+                Line(
+                    "cast",
+                    (name,),
+                    (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),),
+                    attrs={"dtype": value.dtype},
+                )
+            )
             name = lines[-1].out[0].name
         seen.add(name)
         out.append(name)

@@ -1,7 +1,9 @@
-"""Lower bounds of a step's bytes on each tier and of its seconds, by where its state rests: sums over leaves, for which no program is made.
+"""Lower bounds of a step's bytes on each tier and of its seconds, by where its state rests: sums over leaves, for which
+no program is made.
 
-A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make; these numbers say in which
-order programs are worth making, and when to stop: nothing that is left can be faster than what was found.
+A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make;
+these numbers say in which order programs are worth making, and when to stop: nothing that is left can be faster than
+what was found.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from fzero.program.ir import Program, local_bytes
 
 
 class Rests(NamedTuple):
-    """Shares, by bytes, of what rests in host memory and on disk: of optimizer state and parameters; of activations those that wait on the host; of gradients
-    those that wait on disk."""
+    """Shares, by bytes, of what rests in host memory and on disk: of optimizer state and parameters; of activations
+    those that wait on the host; of gradients those that wait on disk."""
 
     state: tuple[float, float] = (0.0, 0.0)
     params: tuple[float, float] = (0.0, 0.0)
@@ -30,8 +32,9 @@ class Rests(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Bytes of each tier that it takes at least; and of the phases of a step (forward, backward, updates that wait for all gradients) the seconds for which
-    each queue is busy: compute, disk, the link to the device, the link to the host, the host's memory."""
+    """Bytes of each tier that it takes at least; and of the phases of a step (forward, backward, updates that wait for
+    all gradients) the seconds for which each queue is busy: compute, disk, the link to the device, the link to the
+    host, the host's memory."""
 
     device: float
     host: float
@@ -63,7 +66,8 @@ class Sizes:
 
     Attributes:
         resting: state that stays on the device wherever the rest is.
-        state, params, copies: of the optimizer, of parameters, of what is computed with beside masters, 0 if that is the parameters themselves.
+        state, params, copies: of the optimizer, of parameters, of what is computed with beside masters, 0 if that is
+            the parameters themselves.
         grads: gradients that wait for all, or for other micro-batches.
         activations: that wait for their backward.
         inside: of a call, at most.
@@ -98,17 +102,23 @@ class Sizes:
         left = (1 - params_h - params_d) * bool(self.copies)  # of masters, which rest with their state
         master_h, master_d = params_h + left * state_h, params_d + left * state_d
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
-        streams = self.copies * (master_h + master_d - params_h - params_d)  # copies that the update brings to the device
+        streams = self.copies * (
+            master_h + master_d - params_h - params_d
+        )  # copies that the update brings to the device
         read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and by backward
         updated = min(1.0, state_h + state_d) if on_host else 0.0
         stored = self.grads * rests.gradients
-        waiting = (self.grads - stored) * (1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated)
+        waiting = (self.grads - stored) * (
+            1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated
+        )
         saved = self.activations * rests.activations
         written = off_d + self.copies * params_d
         copied = off_h if "host" in guess else 0.0  # before it is overwritten
         streamed = 0.0 if on_host else off_h + off_d
 
-        def queues(compute: float, read: float, write: float, to_device: float, to_host: float, in_host: float) -> tuple[float, ...]:
+        def queues(
+            compute: float, read: float, write: float, to_device: float, to_host: float, in_host: float
+        ) -> tuple[float, ...]:
             link = device.host_copy.bandwidth
             disk = read / device.disk_read.bandwidth + write / device.disk_write.bandwidth
             return compute, disk, to_device / link, to_host / link, in_host / device.host_memory_bandwidth
@@ -116,25 +126,41 @@ class Sizes:
         def update(disk: float, memory: float, after: float = 0.0) -> tuple[float, ...]:
             """Shares of the updates; `after`: of those for which gradients come back from disk."""
             brought = streamed + (waiting + stored if not on_host else 0) + updated * streams
-            through = updated * (2 * (self.state + self.params) + self.grads + self.copies * (master_h + master_d)) + 2 * copied
+            through = (
+                updated * (2 * (self.state + self.params) + self.grads + self.copies * (master_h + master_d))
+                + 2 * copied
+            )
             read = off_d - (0 if self.copies else min(read_d, off_d))
-            return queues(0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through)
+            return queues(
+                0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through
+            )
 
-        disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))  # what is updated in the backward
-        if guess == ("disk",) and state_d:  # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
+        disk, host = (
+            float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host")
+        )  # what is updated in the backward
+        if (
+            guess == ("disk",) and state_d
+        ):  # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
             disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
         leaving = waiting * (self.turns if on_host else 1) + stored
         from_disk, from_host = self.turns * read_d, self.turns * (read_h + read_d)
         forward = queues(self.forward_seconds, from_disk, 0.0, from_host, saved, 0.0)
-        backward = _sum(queues(self.backward_seconds, from_disk, stored, from_host + saved, leaving, summed), update(disk, memory))
-        on_device = self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
+        backward = _sum(
+            queues(self.backward_seconds, from_disk, stored, from_host + saved, leaving, summed), update(disk, memory)
+        )
+        on_device = (
+            self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
+        )
         return Least(
             device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
             disk=written * (1 + (disk if guess else 0)) + stored,
-            phases=(*((forward, backward) if self.turns == 1 else (_sum(forward, backward),)), update(1 - disk, 1 - memory, 1 - memory)),
+            phases=(
+                *((forward, backward) if self.turns == 1 else (_sum(forward, backward),)),
+                update(1 - disk, 1 - memory, 1 - memory),
+            ),
         )
 
 
@@ -153,10 +179,19 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
     for leaf in program.leaves.values():
         role = {"opt_state": "state"}.get(leaf.role, leaf.role) if leaf.layout.tier != "device" else ""
         held[role] += leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-    values, calls = program.values_by_name, [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"]
+    values, calls = (
+        program.values_by_name,
+        [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],
+    )
     here = None if device.asynchronous else torch.device("cpu")
-    inside = (temporaries(program.functions[line.fn], backend, here) + sum(local_bytes(v, program.mesh) for v in line.out) for line, _ in calls)
-    time = {back: sum(n * seconds(x, program, device, backend) for x, n in calls if bool(x.attrs.get("backward")) == back) for back in (False, True)}
+    inside = (
+        temporaries(program.functions[line.fn], backend, here) + sum(local_bytes(v, program.mesh) for v in line.out)
+        for line, _ in calls
+    )
+    time = {
+        back: sum(n * seconds(x, program, device, backend) for x, n in calls if bool(x.attrs.get("backward")) == back)
+        for back in (False, True)
+    }
     return Sizes(
         resting=held[""],
         state=held["state"],

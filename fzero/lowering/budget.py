@@ -1,12 +1,15 @@
-"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest, by the plan.
+"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest,
+by the plan.
 
-Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches and reduced once,
-which gathers serve forward and backward, how far ahead a gather starts, which transfers travel together, and how much of what rests off the device is
-updated on the host. Every candidate is the finished program with its plan, so the peak that is compared with the budget is that of what runs.
+Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
+and reduced once, which gathers serve forward and backward, how far ahead a gather starts, which transfers travel
+together, and how much of what rests off the device is updated on the host. Every candidate is the finished program with
+its plan, so the peak that is compared with the budget is that of what runs.
 
-[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each has a part of the blocks. With a share s
-on the host every queue is busy for a time linear in s, known from the programs of all and of nothing on the host; no step is shorter than the busiest. So a mix
-is looked for only where that leaves something to gain: first where the two sides take as long, then half way from there to either end.
+[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
+has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
+of all and of nothing on the host; no step is shorter than the busiest. So a mix is looked for only where that leaves
+something to gain: first where the two sides take as long, then half way from there to either end.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ SAME = 1e-3  # predictions that differ by less are the same
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is None; the device whose rates predict
-    the step, the backend the program is for. On a mesh of one memory for both, what the host has counts for the device."""
+    """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is
+    None; the device whose rates predict the step, the backend the program is for. On a mesh of one memory for both,
+    what the host has counts for the device."""
 
     nbytes: int | None
     device: Device
@@ -62,7 +66,10 @@ class Budget:
 
     def filled(self, peaks: tuple[int, int, int]) -> float:
         """The largest share of what may be had of any tier that is taken."""
-        return max((peak / max(1, limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None), default=0.0)
+        return max(
+            (peak / max(1, limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None),
+            default=0.0,
+        )
 
 
 def choose(
@@ -75,7 +82,8 @@ def choose(
     open_side: bool = False,
     open_stay: bool = False,
 ) -> Choice | None:
-    """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start comes first; None if none fits.
+    """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start
+    comes first; None if none fits.
 
     Args:
         build: the finished program of a choice, the same object for choices that come to the same.
@@ -113,22 +121,27 @@ class _Known:
         return self.queues(choice)[0]
 
     def least_seconds(self, choice: Choice, open_side: bool) -> float:
-        """What a step takes at least, wherever the updates of a choice run and however far ahead a transfer starts: as long as its busiest queue."""
+        """What a step takes at least, wherever the updates of a choice run and however far ahead a transfer starts: as
+        long as its busiest queue."""
         if not open_side:
             return max(self.queues(choice)[1].values())
         return next(_mixes(*(self.queues(replace(choice, host_share=share))[1] for share in ENDS)))[1]
 
 
-def _grown(known: _Known, least: Choice, auto: bool, loops: bool, open_stay: bool, ends: Sequence[float]) -> Choice | None:
-    """The choice with as much kept for the backward, and as many gathers that serve twice, as fit, and gradients added up as is faster; None if it does not
-    fit itself."""
+def _grown(
+    known: _Known, least: Choice, auto: bool, loops: bool, open_stay: bool, ends: Sequence[float]
+) -> Choice | None:
+    """The choice with as much kept for the backward, and as many gathers that serve twice, as fit, and gradients added
+    up as is faster; None if it does not fit itself."""
     start = next((c for c in (replace(least, host_share=share) for share in ends) if known.fits(c)), None)
     if start is None:
         return None
     found, because = [], ""
     for base in (replace(start, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
         if not known.fits(base):
-            because = f"added up whole they would take {size(known.budget.over(known.peaks(base)))} more than the budget"
+            because = (
+                f"added up whole they would take {size(known.budget.over(known.peaks(base)))} more than the budget"
+            )
         else:
             keep = [lambda c: _keeps_most(c, known.fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(known.build(c))), known.fits)]
@@ -160,7 +173,8 @@ def _refined(known: _Known, best: Choice, open_side: bool) -> Choice:
 
 
 def choose_share(build: Callable[[Choice], Program], ends: Sequence[Choice], budget: Budget) -> Choice:
-    """The choice with as much of the update on the host as is predicted to be fastest of what is tried, and why: see [Note: both sides].
+    """The choice with as much of the update on the host as is predicted to be fastest of what is tried, and why: see
+    [Note: both sides].
 
     Args:
         build: as for `choose`.
@@ -180,14 +194,25 @@ def _with_share(known: _Known, ends: Sequence[Choice]) -> Choice:
             if known.fits(with_(share)):
                 tried[with_(share)] = known.seconds(with_(share))
     # of those that take as long the simpler
-    best = min(tried, key=lambda c: (tried[c] > (1 + SAME) * min(tried.values()), c.host_share not in ENDS, -c.host_share, tried[c]))
-    seconds = {share: min((t for c, t in tried.items() if c.host_share == share), default=None) for share in ENDS if share != best.host_share}
-    others = [f"all on the {'host' if share else 'device'} {'would not fit' if t is None else f'takes {duration(t)}'}" for share, t in seconds.items()]
+    best = min(
+        tried,
+        key=lambda c: (tried[c] > (1 + SAME) * min(tried.values()), c.host_share not in ENDS, -c.host_share, tried[c]),
+    )
+    seconds = {
+        share: min((t for c, t in tried.items() if c.host_share == share), default=None)
+        for share in ENDS
+        if share != best.host_share
+    }
+    others = [
+        f"all on the {'host' if share else 'device'} {'would not fit' if t is None else f'takes {duration(t)}'}"
+        for share, t in seconds.items()
+    ]
     return replace(best, share_because="; ".join([f"{duration(tried[best])} a step", *others]))
 
 
 def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
-    """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 % of it; None if none fits."""
+    """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 %
+    of it; None if none fits."""
     if len(choices) == 1:
         return choices[0]
     known = _Known(build, budget)
@@ -199,8 +224,8 @@ def _first_of_fastest(seconds: Mapping[Choice, float]) -> Choice | None:
 
 
 def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
-    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`: what a step with all of it on that side
-    takes at least, for each queue (`queue_seconds`)."""
+    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`:
+    what a step with all of it on that side takes at least, for each queue (`queue_seconds`)."""
 
     def busiest(share: float, queues: set[str]) -> float:
         return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)
@@ -226,36 +251,76 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
-    """What was open of a program that has been chosen: without a budget only what becomes of the gradients of micro-batches."""
+    """What was open of a program that has been chosen: without a budget only what becomes of the gradients of
+    micro-batches."""
     out = []
     if budget is not None and budget.nbytes is not None:
         auto = find(program.transforms, Remat) == Remat("auto")
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-        out.append(Decision("remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"))
+        out.append(
+            Decision(
+                "remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"
+            )
+        )
     if (once := find(program.transforms, OnceAStep)) is not None:
         why = "as many blocks as fit and are fastest" if once.least < once.most else "the step says so"
-        why = why if (budget is not None and budget.nbytes is not None) or once.least == once.most else "of all blocks: there is no budget"
-        out.append(Decision("gathered once a step", f"{choice.stay:.3g}", f"the share of blocks whose parts stay gathered over {once.axis}: {why}"))
+        why = (
+            why
+            if (budget is not None and budget.nbytes is not None) or once.least == once.most
+            else "of all blocks: there is no budget"
+        )
+        out.append(
+            Decision(
+                "gathered once a step",
+                f"{choice.stay:.3g}",
+                f"the share of blocks whose parts stay gathered over {once.axis}: {why}",
+            )
+        )
     for loop in (line for line in program.lines if line.op == "loop"):
         shards = any(line.op == "reduce_scatter_start" for line in loop.body)
         why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if shards else "reduced once a step"
-        out.append(Decision("gradients", "shards" if shards else "whole", f"{how}: {why or 'it takes least, and there is no budget'}"))
+        out.append(
+            Decision(
+                "gradients",
+                "shards" if shards else "whole",
+                f"{how}: {why or 'it takes least, and there is no budget'}",
+            )
+        )
     if budget is not None and budget.nbytes is not None:
-        out.append(Decision("shared gathers", str(choice.order.shared), "serve the forward and the backward of a block: as many as fit"))
-        out.append(Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest"))
-        out.append(Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together"))
+        out.append(
+            Decision(
+                "shared gathers",
+                str(choice.order.shared),
+                "serve the forward and the backward of a block: as many as fit",
+            )
+        )
+        out.append(
+            Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest")
+        )
+        out.append(
+            Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together")
+        )
     if choice.grads != "update":
         where = "host" if choice.grads == "host" else "device"
-        why = "wherever their update runs: the device has no room for them" if where == "host" else "sums over micro-batches: it is faster"
+        why = (
+            "wherever their update runs: the device has no room for them"
+            if where == "host"
+            else "sums over micro-batches: it is faster"
+        )
         out.append(Decision("gradients wait", f"on the {where}", why))
     if choice.guess:
-        why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again if that changes it"
+        why = (
+            "the update of what rests off the device does not wait for the norm of all gradients, and is done again if "
+            "that changes it"
+        )
         out.append(Decision("update", "on a guess", why))
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
-        out.append(Decision("update_on", sides.get(on_host, f"{on_host} of {num} blocks on the host"), choice.share_because))
+        out.append(
+            Decision("update_on", sides.get(on_host, f"{on_host} of {num} blocks on the host"), choice.share_because)
+        )
     return tuple(out)
 
 
@@ -270,9 +335,16 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
         rows: of the batch that a rank computes with at once, in its first dimension.
     """
     problems = []
-    for where, need, limit in zip(("", " of host memory", " on disk"), (found.peak_bytes, found.host_peak_bytes, found.disk_bytes), budget.limits, strict=True):
+    for where, need, limit in zip(
+        ("", " of host memory", " on disk"),
+        (found.peak_bytes, found.host_peak_bytes, found.disk_bytes),
+        budget.limits,
+        strict=True,
+    ):
         if limit is not None and (more := need - limit) > 0:
-            problems.append(f"a rank needs {size(need)}{where}, {exact_size(more)} more than the {size(limit)} it may have")
+            problems.append(
+                f"a rank needs {size(need)}{where}, {exact_size(more)} more than the {size(limit)} it may have"
+            )
             if not where:
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
@@ -282,7 +354,14 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
         vertical = ", with fz.accumulate(n, vertical=True)" if any(line.op == "loop" for line in program.lines) else ""
         fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){vertical})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
-    return BudgetError(message("memory_budget", "the step does not fit", [*problems, *advice], ", ".join([*fixes, "or raise the budget"]).removeprefix("or ")))
+    return BudgetError(
+        message(
+            "memory_budget",
+            "the step does not fit",
+            [*problems, *advice],
+            ", ".join([*fixes, "or raise the budget"]).removeprefix("or "),
+        )
+    )
 
 
 WITH_BATCH = ("batch", "saved", "activations", "temporaries")
@@ -296,7 +375,8 @@ def share_of(found: Plan, roles: Sequence[str]) -> float:
 
 
 def filling(program: Program, found: Plan) -> list[str]:
-    """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are many."""
+    """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are
+    many."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
     return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 
@@ -307,7 +387,9 @@ def filling_host(found: Plan) -> list[str]:
 
 
 def _listed(breakdown: Mapping[str, int]) -> str:
-    return ", ".join(f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n)
+    return ", ".join(
+        f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n
+    )
 
 
 _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
@@ -318,10 +400,17 @@ def waiting(program: Program) -> str | None:
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
     backward = [i for i, line in enumerate(program.lines) if line.attrs.get("backward")]
-    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.fn and not line.attrs.get("guess")]
+    updates = [
+        i
+        for i, line in enumerate(program.lines)
+        if line.by == "optimizer" and line.writes and line.fn and not line.attrs.get("guess")
+    ]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
-    return "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is used as it is made"
+    return (
+        "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is "
+        "used as it is made"
+    )
 
 
 def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
@@ -333,7 +422,12 @@ def _stays_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
 
 
 def _shares_most(choice: Choice, most: int, fits: Callable[[Choice], bool]) -> Choice:
-    return replace(choice, order=replace(choice.order, shared=_largest(most, lambda n: fits(replace(choice, order=replace(choice.order, shared=n))))))
+    return replace(
+        choice,
+        order=replace(
+            choice.order, shared=_largest(most, lambda n: fits(replace(choice, order=replace(choice.order, shared=n))))
+        ),
+    )
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

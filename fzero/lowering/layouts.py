@@ -1,4 +1,5 @@
-"""Leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with how it rests, from abstract values alone.
+"""Leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with how it rests, from
+abstract values alone.
 
 Here the transforms that decide about layouts meet: sharding, precision, offload. What the leaves are for is lower.py's.
 """
@@ -38,8 +39,12 @@ from fzero.transforms.precision import MixedPrecision
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
-    streams = any(isinstance(t, Offload) for t in step.transforms)  # what rests elsewhere travels in the dtype of its copy there
-    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
+    streams = any(
+        isinstance(t, Offload) for t in step.transforms
+    )  # what rests elsewhere travels in the dtype of its copy there
+    products = (
+        None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
+    )
     if record is None:
         return Precision(fp8=products)
     return Precision(
@@ -59,7 +64,9 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep))
+    zero = shard.Zero(
+        records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep)
+    )
     zero.check()
     return zero
 
@@ -70,12 +77,15 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     Args:
         step, mesh: whose they are.
         params: the tree, with whole leaves.
-        known: for an evaluation, the leaves as they rest: a training step's own predicate says what its loss function returns anew.
+        known: for an evaluation, the leaves as they rest: a training step's own predicate says what its loss function
+            returns anew.
     """
     precision = find(step.transforms, MixedPrecision)
     zero = zero_of(step, mesh)
     flat, structure = tree.flatten(params)
-    mutable = step.mutates(params) if isinstance(step, Step) else [x.role == "mutable" for x in known] or [False] * len(flat)
+    mutable = (
+        step.mutates(params) if isinstance(step, Step) else [x.role == "mutable" for x in known] or [False] * len(flat)
+    )
     leaves = []
     for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
         leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
@@ -86,36 +96,71 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     if (fp8 := find(step.transforms, Fp8)) is not None:
         fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
-    return Inputs(structure, tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)), tuple(tied))
+    return Inputs(
+        structure,
+        tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)),
+        tuple(tied),
+    )
 
 
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-    """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about none. fp8 asks all paths
-    (transforms/fp8.py)."""
+    """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about
+    none. fp8 asks all paths (transforms/fp8.py)."""
     metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
     for transform in step.transforms:
         if not isinstance(transform, (MixedPrecision, Offload, shard.Parallel)) or transform.where is None:
             continue
         accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
         if not any(accepted) and (missed := accepts_none("where", transform.where, [leaf.path for leaf in leaves])):
-            raise TransformError(message(transform.name, "does nothing", missed, "give a part of a path as it stands here, or leave `where` out"))
+            raise TransformError(
+                message(
+                    transform.name,
+                    "does nothing",
+                    missed,
+                    "give a part of a path as it stands here, or leave `where` out",
+                )
+            )
         if torn := torn_ties([leaf.path for leaf in leaves], tied, accepted, "where"):
-            raise TransformError(message(transform.name, "`where` accepts some paths of tied leaves alone", torn, "accept all the paths of a leaf, or none"))
+            raise TransformError(
+                message(
+                    transform.name,
+                    "`where` accepts some paths of tied leaves alone",
+                    torn,
+                    "accept all the paths of a leaf, or none",
+                )
+            )
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its shape is the same, or that
-    of one number for each of its blocks) rests as the parameter's state does, any other is whole. Its leaves are never tied: each is written in place."""
+    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its
+    shape is the same, or that of one number for each of its blocks) rests as the parameter's state does, any other is
+    whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
     mode = compat.FakeTensorMode()
-    whole = params.rebuild({i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct})
+    whole = params.rebuild(
+        {i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct}
+    )
     with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True) if not isinstance(x, torch.Tensor)]
+    wrong = [
+        f"{p}: {type(x).__name__}"
+        for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)
+        if not isinstance(x, torch.Tensor)
+    ]
     if wrong:
-        raise FzeroTypeError(message("optimizer", "init returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
-    leaves = [Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)]
+        raise FzeroTypeError(
+            message(
+                "optimizer",
+                "init returned leaves that are not tensors",
+                wrong,
+                "keep numbers in the closure, tensors in the state",
+            )
+        )
+    leaves = [
+        Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype))
+        for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)
+    ]
     tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
@@ -125,7 +170,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
 
 
 def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their masters are."""
+    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their
+    masters are."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or isinstance(step, EvalStep):
         return {}
@@ -140,7 +186,8 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
 
 
 def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What gradients wait in that wait on disk, by the position of their parameter: leaves of the state, laid out as updates read gradients.
+    """What gradients wait in that wait on disk, by the position of their parameter: leaves of the state, laid out as
+    updates read gradients.
 
     Raises:
         TransformError: micro-batches add up in a loop, each of which would read and write all of them.
@@ -151,9 +198,14 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     if micro is not None and micro.num_micro_batches > 1 and not micro.vertical:
         problems = [f"{micro}: each micro-batch would read and write all that were added up before"]
         fix = f"add them up block by block, and write the sum once: {replace(micro, vertical=True)}"
-        raise TransformError(message("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix))
+        raise TransformError(
+            message("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix)
+        )
     zero, precision = zero_of(step, mesh), precision_of(step)
-    tiers, trained = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), step.trains(abstract_params(params))
+    tiers, trained = (
+        tiers_of(offloads(step), params.leaves, params.ties, zero.casts),
+        step.trains(abstract_params(params)),
+    )
     out = {}
     for i in params.distinct:
         param = params.leaves[i]
@@ -164,7 +216,8 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
 
 
 def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[str, dict[int, Leaf]]:
-    """The leaves of a state that no checkpoint has (`MADE_ANEW` of fzero/step.py), by their name in its extras and the position of their parameter."""
+    """The leaves of a state that no checkpoint has (`MADE_ANEW` of fzero/step.py), by their name in its extras and the
+    position of their parameter."""
     found = {"compute": compute_leaves(step, mesh, params), "gradients": gradient_leaves(step, mesh, params)}
     return {name: leaves for name, leaves in found.items() if leaves}
 
@@ -192,8 +245,17 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
         TransformError: that is left open.
     """
     if auto_of(step) is not None:
-        fix = "give an evaluation, or a step to check, the transforms of the compiled step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
-        raise TransformError(message("offload", f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets", fix=fix))
+        fix = (
+            "give an evaluation, or a step to check, the transforms of the compiled step: "
+            "fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+        )
+        raise TransformError(
+            message(
+                "offload",
+                f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets",
+                fix=fix,
+            )
+        )
     return tuple(t for t in step.transforms if isinstance(t, Offload))
 
 
@@ -203,10 +265,13 @@ def auto_of(step: Step | EvalStep) -> Offload | None:
 
 
 def batch_inputs(batch: Any) -> Inputs:
-    """The leaf table of a batch. Leaves that are one tensor are one to the function, too; one on the meta device stands for as many as its places."""
+    """The leaf table of a batch. Leaves that are one tensor are one to the function, too; one on the meta device stands
+    for as many as its places."""
     check_batch(batch)
     flat, structure = tree.flatten(batch)
-    leaves = tuple(Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True))
+    leaves = tuple(
+        Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True)
+    )
     return Inputs(structure, leaves, tuple(ties([None if x.is_meta else x for x in flat])))
 
 
@@ -218,15 +283,23 @@ def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
         dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
         leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
     if precision is not None and precision.auto:
-        leaves += [Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32)) for name in PrecisionState._fields]
+        leaves += [
+            Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32))
+            for name in PrecisionState._fields
+        ]
     if (fp8 := find(step.transforms, Fp8)) is not None and fp8.history is not None:
-        leaves += [Leaf(f"{FP8}.{name}", "fp8", (fp8.history, len(FORMATS), len(params.ties)), Layout(torch.float32)) for name in Fp8State._fields]
+        leaves += [
+            Leaf(f"{FP8}.{name}", "fp8", (fp8.history, len(FORMATS), len(params.ties)), Layout(torch.float32))
+            for name in Fp8State._fields
+        ]
     return {leaf.path: leaf for leaf in leaves}
 
 
 def abstract_params(params: Inputs) -> Any:
     """The tree of whole shapes, as meta tensors."""
-    return params.rebuild({i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device="meta") for i in params.distinct})
+    return params.rebuild(
+        {i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device="meta") for i in params.distinct}
+    )
 
 
 def abstract(init_fn: Any) -> Any:
@@ -247,7 +320,9 @@ def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
         return flat
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
-        graph = record(run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn)
+        graph = record(
+            run, [torch.empty(3, dtype=torch.int64, device=device_type)], owner="init", names=["key"], source=init_fn
+        )
     returned = graph.outputs
     metas = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta") for n in returned]
     return tree.unflatten(made["structure"], [metas[t] for t in made["ties"]]), graph

@@ -1,9 +1,11 @@
 """From a step to a program: every arrow of the design's picture, in order.
 
-    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> -- place in the pool -->
+    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> --
+    place in the pool -->
 
-After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several choices (fzero/lowering/variants.py);
-the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several
+choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs
+devices: `lower` works for any mesh on abstract tensors.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 
 LINES_FOR_ADVICE = 4_000
-"""Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs and some seconds."""
+"""Of the programs that are lowered to say what would make a step fit: for a model of 32 layers, two or three programs
+and some seconds."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ class Lowered:
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
-    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)  # the programs on the way, by the pass that made each
+    stages: Callable[[], Mapping[str, Program]] = field(
+        default=dict, repr=False, compare=False
+    )  # the programs on the way, by the pass that made each
 
     def __str__(self) -> str:
         return str(self.program)
@@ -102,12 +107,19 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it was lowered for."""
+        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it
+        was lowered for."""
         return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
-        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or of a calibration file."""
-        return plan(self.program, device, backend=backend, decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)))
+        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
+        of a calibration file."""
+        return plan(
+            self.program,
+            device,
+            backend=backend,
+            decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)),
+        )
 
 
 def lower(
@@ -127,19 +139,24 @@ def lower(
     Args:
         step: a training or evaluation step with its transforms.
         mesh: a `Mesh`, or an `AbstractMesh` of devices one does not have.
-        params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key that returns one.
-        batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its arguments.
-        memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By default the one that keeps at
-            most two blocks' parameters whole.
-        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files. What they are is
-            `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used: what rests there may then be updated on a guess.
-        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a calibration file: an abstract mesh
-            is one of such devices. By default this machine's, or the mesh's.
+        params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key
+            that returns one.
+        batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its
+            arguments.
+        memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By
+            default the one that keeps at most two blocks' parameters whole.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
+            files. What they are is `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used: what
+            rests there may then be updated on a guess.
+        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a
+            calibration file: an abstract mesh is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.
 
-    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
+    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if
+        it does not fit.
 
-    A step with `offload("auto")` is resolved first, for this batch and these budgets: `plan.decisions` says to what, and why.
+    A step with `offload("auto")` is resolved first, for this batch and these budgets: `plan.decisions` says to what,
+    and why.
 
     Example:
         >>> import torch, fzero as fz
@@ -150,11 +167,29 @@ def lower(
         ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
     """
     if not isinstance(step, (Step, EvalStep)):
-        raise FzeroTypeError(message("lower", f"lowers a step, not {type(step).__name__}", fix="wrap the loss: fz.train_step(loss_fn, optimizer)"))
+        raise FzeroTypeError(
+            message(
+                "lower",
+                f"lowers a step, not {type(step).__name__}",
+                fix="wrap the loss: fz.train_step(loss_fn, optimizer)",
+            )
+        )
     if not isinstance(mesh, AbstractMesh):
-        raise FzeroTypeError(message("lower", f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}", fix="e.g. fz.AbstractMesh(data=8)"))
+        raise FzeroTypeError(
+            message(
+                "lower",
+                f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}",
+                fix="e.g. fz.AbstractMesh(data=8)",
+            )
+        )
     if isinstance(step, EvalStep) and not isinstance(batch, tuple):
-        raise FzeroTypeError(message("lower", f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}", fix="pass (batch,)"))
+        raise FzeroTypeError(
+            message(
+                "lower",
+                f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}",
+                fix="pass (batch,)",
+            )
+        )
     if callable(params):
         params = abstract(params)
     check_params(params)
@@ -174,7 +209,12 @@ def lower(
 
 
 def lower_inputs(
-    step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget | None = None, traced: Traced | None = None
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Inputs,
+    batch: Inputs,
+    budget: Budget | None = None,
+    traced: Traced | None = None,
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already."""
     if isinstance(step, EvalStep):
@@ -189,14 +229,32 @@ def lower_inputs(
     def lowered(choice: Choice) -> Lowered:
         program = variants.verified(choice)
         stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
-        return Lowered(program, params, traced.opt_state, batch, traced.structure, budget, choice, watched=traced.watched, stages=stages)
+        return Lowered(
+            program,
+            params,
+            traced.opt_state,
+            batch,
+            traced.structure,
+            budget,
+            choice,
+            watched=traced.watched,
+            stages=stages,
+        )
 
     least, auto = _least(step, budget)
     if budget is None:
         return lowered(least)
-    starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]  # copies there take room that must be given
+    starts = [
+        least,
+        *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None),
+    ]  # copies there take room that must be given
     if budget.nbytes is None:
-        shared = [choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget) if variants.open_side else c for c in starts]
+        shared = [
+            choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget)
+            if variants.open_side
+            else c
+            for c in starts
+        ]
         choice = fastest(variants, shared, budget) or least
         return _fitting(lowered(choice))
 
@@ -204,7 +262,9 @@ def lower_inputs(
         asked = [replace(start, grads=where) for start in starts for where in grads]
         once = find(step.transforms, OnceAStep)
         open_stay = once is not None and once.least < once.most
-        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay)
+        return choose(
+            variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay
+        )
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -230,7 +290,8 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Pro
 
 @dataclass(frozen=True)
 class Traced:
-    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace told."""
+    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace
+    told."""
 
     recorded: Program
     base: Program
@@ -246,7 +307,9 @@ class Traced:
         return {"trace": self.recorded, "fuse": self.base, "copies": self.variants.base}
 
 
-def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None) -> Traced:
+def _traced(
+    step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None
+) -> Traced:
     zero = zero_of(step, mesh)
     record_ = find(step.transforms, accumulate.Accumulate)
     num_micro = record_.num_micro_batches if record_ else 1
@@ -254,7 +317,9 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
     micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
     trains = step.trains(abstract_params(params))
     if not any(trains):
-        raise FzeroValueError(message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"))
+        raise FzeroValueError(
+            message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point")
+        )
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched = lower_train(
@@ -277,12 +342,32 @@ def _traced(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, preci
         )
     base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
     paths = [x.path for x in batch.leaves]
-    if record_ and record_.whole is not None and all(map(record_.cuts, batch.leaves)) and (missed := accepts_none("whole", record_.whole, paths)):
-        raise FzeroValueError(message("accumulate", "all leaves of the batch are cut", missed, "give a path as it stands here, or leave `whole` out"))
+    if (
+        record_
+        and record_.whole is not None
+        and all(map(record_.cuts, batch.leaves))
+        and (missed := accepts_none("whole", record_.whole, paths))
+    ):
+        raise FzeroValueError(
+            message(
+                "accumulate",
+                "all leaves of the batch are cut",
+                missed,
+                "give a path as it stands here, or leave `whole` out",
+            )
+        )
     if record_ and (torn := torn_ties(paths, batch.ties, [record_.cuts(x) for x in batch.leaves], "whole")):
         fix = "give x.clone() for those that are to be whole"
-        raise FzeroValueError(message("accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix))
-    cut = {x.path: x.shape for x in (batch.leaves[i] for i in batch.distinct) if num_micro > 1 and record_ and record_.cuts(x)}
+        raise FzeroValueError(
+            message(
+                "accumulate", "leaves of the batch are one tensor, and `whole` accepts some of its paths", torn, fix
+            )
+        )
+    cut = {
+        x.path: x.shape
+        for x in (batch.leaves[i] for i in batch.distinct)
+        if num_micro > 1 and record_ and record_.cuts(x)
+    }
     loops = num_micro > 1 and not (record_ and record_.vertical)
     variants = Variants(_with_copies(base, step, mesh, params), zero, num_micro, cut, _gradients(step, mesh, params))
     return Traced(program, base, variants, opt_state, structure, loops, watched)
@@ -295,7 +380,9 @@ def _gradients(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
     """The program with what is computed with beside the masters that rest off the device."""
-    return verify(copies.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}))
+    return verify(
+        copies.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
+    )
 
 
 def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
@@ -308,7 +395,8 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
 
 
 class Resolved(NamedTuple):
-    """A step that leaves open no more what rests where, why it is so, and, if it was decided here, what it was traced to."""
+    """A step that leaves open no more what rests where, why it is so, and, if it was decided here, what it was traced
+    to."""
 
     step: Step
     chosen: tuple[Decision, ...] = ()
@@ -343,13 +431,22 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         rests = params_inputs(asked, mesh, params)
         tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
         on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
-        on |= {leaf.path: tiers[i].opt_state for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True) if i is not None}
+        on |= {
+            leaf.path: tiers[i].opt_state
+            for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True)
+            if i is not None
+        }
         copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
         on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
         if tuple(copies) not in with_copies:
             with_copies[tuple(copies)] = verify(copies.rewrite(traced.base, copies))
-        program, rest = with_copies[tuple(copies)], lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))
-        laid_out = replace(program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms)
+        program, rest = (
+            with_copies[tuple(copies)],
+            lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)),
+        )
+        laid_out = replace(
+            program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms
+        )
         variants = traced.variants.like(laid_out, _gradients(asked, mesh, rests))
         opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
         built[records] = replace(traced, variants=variants, opt_state=opt_state)
@@ -377,12 +474,14 @@ def _fitting(lowered: Lowered) -> Lowered:
 def _rows(step: Step | None, batch: Inputs) -> int:
     """Of a rank's batch that are computed with at once."""
     found = find(step.transforms, accumulate.Accumulate) if step is not None else None
-    return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (found.num_micro_batches if found else 1)
+    return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
+        found.num_micro_batches if found else 1
+    )
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is enough, with those together. Of a large
-    model few are tried: those that are about what takes the most."""
+    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is
+    enough, with those together. Of a large model few are tried: those that are about what takes the most."""
     num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
 
@@ -400,7 +499,9 @@ def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budge
         if num_lines > LINES_FOR_ADVICE:
             break
         more = _with(step, transform)
-        if more is None or (isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
+        if more is None or (
+            isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
+        ):
             continue
         if (n := peak(more)) is not None and n < least.peak_bytes:
             peaks[transform] = n
@@ -423,8 +524,13 @@ def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budge
 
 
 def _with(step: Step, transform: Any) -> Step | None:
-    """The step with a transform more, in place of one of its kind that adds up micro-batches; None if it has it, or it cannot be had."""
-    others = tuple(t for t in step.transforms if not (isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate)))
+    """The step with a transform more, in place of one of its kind that adds up micro-batches; None if it has it, or it
+    cannot be had."""
+    others = tuple(
+        t
+        for t in step.transforms
+        if not (isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate))
+    )
     try:
         more = transform(replace(step, transforms=others))
     except FzeroError:
@@ -448,7 +554,10 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
     state = ("opt_state", "params")
     axis = next((a for a, n in mesh.axes.items() if n > 1), None)
     if axis:
-        about((*state, "gradients"), *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)))
+        about(
+            (*state, "gradients"),
+            *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)),
+        )
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))

@@ -18,7 +18,8 @@ from fzero.program.names import identifier
 
 DType = Callable[[Leaf], torch.dtype]
 ROUNDING_STREAM = 1 << 61
-"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is folded with t alone."""
+"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is
+folded with t alone."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Found:
-    """What tracing a loss showed: which leaves have a gradient, how many sums there are, whether it is weighted, and its auxiliary values."""
+    """What tracing a loss showed: which leaves have a gradient, how many sums there are, whether it is weighted, and
+    its auxiliary values."""
 
     used: list[int]
     num_sums: int

@@ -1,4 +1,5 @@
-"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new parameters, metrics."""
+"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new
+parameters, metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from fzero.program.names import Names
 from fzero.trace.record import record
 
 AGREED = "agreed_max"
-"""Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its ending: whether they were."""
+"""Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its
+ending: whether they were."""
 
 
 def record_update(
@@ -41,7 +43,8 @@ def record_update(
         t: the step.
         grads: of the parameters at these positions, as they are reduced.
         sums: of the loss and its auxiliary values, as `traced` says.
-        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`, `agreed_max` of new values that must agree.
+        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`, `agreed_max` of
+            new values that must agree.
         traced: what tracing the loss showed.
         names: of the program.
         watched: the blocks whose numbers are watched; None: they are not.
@@ -50,7 +53,9 @@ def record_update(
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    scale_leaves, count_leaves, fp8_leaves = ([leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8"))
+    scale_leaves, count_leaves, fp8_leaves = (
+        [leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8")
+    )
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     mutable = [*t.averaged, *t.agreed]
@@ -95,7 +100,9 @@ def record_update(
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
         new_o = tree.leaves(new_opt)
-        new_p = [x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)]  # as torch.optim leaves those without a gradient
+        new_p = [
+            x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)
+        ]  # as torch.optim leaves those without a gradient
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -110,13 +117,25 @@ def record_update(
         if scaling is not None and scale_state is not None:
             overflow = torch.logical_not(torch.isfinite(norm))
             old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-            written = [after if after is before else torch.where(overflow, before, after) for before, after in zip(old, written, strict=True)]
+            written = [
+                after if after is before else torch.where(overflow, before, after)
+                for before, after in zip(old, written, strict=True)
+            ]
             few, at_minimum = scaling.update(scale_state, overflow)
-            metrics |= {"loss_scale": scale_state.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
+            metrics |= {
+                "loss_scale": scale_state.scale.clone(),
+                "skipped": overflow,
+                "loss_scale_at_minimum": at_minimum,
+            }
         if watched is not None:
             tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
-            statistics = gradient_statistics(watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale)
-            metrics["precision"] = statistics = {**statistics, "output_max": output_maxima(largest.get("block_max"), loss)}
+            statistics = gradient_statistics(
+                watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale
+            )
+            metrics["precision"] = statistics = {
+                **statistics,
+                "output_max": output_maxima(largest.get("block_max"), loss),
+            }
             safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
             few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
         if history:
@@ -130,11 +149,20 @@ def record_update(
     with mode:
         of_grads = {v.name: f"the gradient of {params.leaves[i].path}" for i, v in grads.items()}
         labels = [of_grads.get(name, name) for name, *_ in places]
-        recorded = record(update, fakes, owner="optimizer", names=[f"in_{i}" for i in range(len(places))], source=t.optimizer.update, labels=labels)
+        recorded = record(
+            update,
+            fakes,
+            owner="optimizer",
+            names=[f"in_{i}" for i in range(len(places))],
+            source=t.optimizer.update,
+            labels=labels,
+        )
     targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
     given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
-    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]  # the others are as they were
+    written = [
+        (target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]
+    ]  # the others are as they were
     recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
     recorded.graph.eliminate_dead_code()
     metric_values = [

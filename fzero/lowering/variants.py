@@ -1,6 +1,8 @@
-"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out once.
+"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out
+once.
 
-The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the one that is taken is verified.
+The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the
+one that is taken is verified.
 """
 
 from __future__ import annotations
@@ -39,14 +41,25 @@ class Variants:
         gradients: leaves for gradients that wait on disk, by the path of the parameter.
     """
 
-    def __init__(self, base: Program, zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]], gradients: Mapping[str, Leaf]):
+    def __init__(
+        self,
+        base: Program,
+        zero: Zero,
+        num_micro: int,
+        batch: Mapping[str, tuple[int, ...]],
+        gradients: Mapping[str, Leaf],
+    ):
         self._opening = opening(zero, num_micro, batch)
-        self._shared: dict[Any, tuple[Program, Program]] = {}  # with the program before, which keys know by the identity of its lines
+        self._shared: dict[
+            Any, tuple[Program, Program]
+        ] = {}  # with the program before, which keys know by the identity of its lines
         self._begin(base, gradients)
 
     def _begin(self, base: Program, gradients: Mapping[str, Leaf]) -> None:
         self.base, self._gradients = base, gradients
-        self._waiting: dict[int, dict[str, str]] = {}  # by the identity of lines, which of a program's gradients wait on disk
+        self._waiting: dict[
+            int, dict[str, str]
+        ] = {}  # by the identity of lines, which of a program's gradients wait on disk
         self._own: dict[Any, Program] = {}  # as in `_shared`, with this base's leaves
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way
@@ -54,7 +67,8 @@ class Variants:
         self.open_side = tiers.leaves_side_open(base)
 
     def like(self, base: Program, gradients: Mapping[str, Leaf]) -> Variants:
-        """Those of another base program with the same blocks: what comes to the same is worked out once for all of them."""
+        """Those of another base program with the same blocks: what comes to the same is worked out once for all of
+        them."""
         out = Variants.__new__(Variants)
         out._opening, out._shared = self._opening, self._shared
         out._begin(base, gradients)
@@ -64,13 +78,21 @@ class Variants:
         """A choice with updates on a guess for each set of tiers by which more of them can be."""
         off = {leaf.layout.tier for leaf in self.base.leaves.values()} - {"device"}
         counts = [0, *(num_guessable(self.cut(least), tiers) if off else 0 for tiers in TIERS)]
-        return [replace(least, guess=tiers) for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False) if more > fewer]
+        return [
+            replace(least, guess=tiers)
+            for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False)
+            if more > fewer
+        ]
 
     def grads(self, least: Choice) -> list[str]:
-        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least of the device's memory."""
+        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least
+        of the device's memory."""
         program, found = self.cut(least), dict[Any, str]()
         for grads in tiers.GRADS:
-            waiting = tuple(sides(program, replace(least, host_share=share, grads=grads), self._on_disk(least)).waiting for share in ENDS)
+            waiting = tuple(
+                sides(program, replace(least, host_share=share, grads=grads), self._on_disk(least)).waiting
+                for share in ENDS
+            )
             if waiting not in found or grads == "update":
                 found[waiting] = grads
         return list(found.values())
@@ -113,7 +135,9 @@ class Variants:
         if id(cut.lines) not in self._waiting:
             names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
             waiting = tiers.gradients_that_wait(cut)
-            self._waiting[id(cut.lines)] = {names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting}
+            self._waiting[id(cut.lines)] = {
+                names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting
+            }
         return self._waiting[id(cut.lines)]
 
     def verified(self, choice: Choice) -> Program:
@@ -139,7 +163,8 @@ class Variants:
         return made
 
     def _present(self) -> tuple[int, ...]:
-        """For each leaf which of the tiers that there are it is on: an update is cut alike whichever tiers those are."""
+        """For each leaf which of the tiers that there are it is on: an update is cut alike whichever tiers those
+        are."""
         numbers = [TIERS_OF_LEAVES.index(leaf.layout.tier) for leaf in self.base.leaves.values()]
         present = sorted({*numbers})
         return tuple(map(present.index, numbers))
@@ -155,7 +180,8 @@ def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
 
 
 def verified(program: Program, stages: Iterable[tuple[Pass, Program]]) -> Program:
-    """The last program of these stages, which begin with a verified one, each verified if it is another than the one before.
+    """The last program of these stages, which begin with a verified one, each verified if it is another than the one
+    before.
 
     Raises:
         VerifyError: naming the pass.

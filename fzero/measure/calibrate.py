@@ -1,7 +1,8 @@
 """Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
 
-fzero calibrate                                  # one process: starts as many as the host has places for ranks, and measures with them
-torchrun --nproc-per-node 8 -m fzero.measure.calibrate      # or under torchrun: over the links between these ranks
+fzero calibrate                                  # one process: starts as many as the host has places for ranks, and
+measures with them torchrun --nproc-per-node 8 -m fzero.measure.calibrate      # or under torchrun: over the links
+between these ranks
 """
 
 from __future__ import annotations
@@ -40,23 +41,27 @@ def calibrate(
 ) -> Device:
     """Measures this machine and keeps what it found in a file.
 
-    Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own transport. Ranks measure at once, since they
-    share the host's memory and cores. Without a mesh of several processes, those that the host has places for (cores / threads of this process on
-    a CPU, at most two; CUDA devices) are started for it.
+    Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own
+    transport. Ranks measure at once, since they share the host's memory and cores. Without a mesh of several processes,
+    those that the host has places for (cores / threads of this process on a CPU, at most two; CUDA devices) are started
+    for it.
 
     Args:
         mesh: from `make_mesh`, with every rank of a host calling alike; None, or one of a single process: see above.
         seconds: about how long to measure; starting processes and compiling one small function come on top.
         progress: called with a word on what is being measured.
         path: of the file; by default `calibration_path`, where every plan finds it.
-        directory: whose disk is measured: that of `offload("nvme", path=)`. By default the system's for temporary files. Takes 128 MiB a rank there meanwhile.
+        directory: whose disk is measured: that of `offload("nvme", path=)`. By default the system's for temporary
+            files. Takes 128 MiB a rank there meanwhile.
 
-    Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a rank.
+    Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a
+        rank.
 
     Returns: the device; rank 0's on every rank.
 
     Raises:
-        FzeroValueError: the processes that measure together failed, with what the first of them said; a directory that cannot hold scratch files.
+        FzeroValueError: the processes that measure together failed, with what the first of them said; a directory that
+            cannot hold scratch files.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
         raise FzeroValueError(message("calibrate", "this is no time to measure in", problems, "e.g. seconds=5"))
@@ -122,9 +127,21 @@ def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
     """What processes measure that are started for it, as torchrun would start them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    common = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+    }
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": torch.get_num_threads()}
-    command = [sys.executable, "-m", "fzero.measure.calibrate", device_type, str(seconds), *([str(directory)] if directory else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "fzero.measure.calibrate",
+        device_type,
+        str(seconds),
+        *([str(directory)] if directory else []),
+    ]
     running = []
     for rank in range(num_ranks):
         env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
@@ -138,9 +155,20 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    failed = [f"rank {rank}: {(err.strip() or 'said nothing').splitlines()[-1]}" for rank, (out, err) in enumerate(said) if not out.strip()]
+    failed = [
+        f"rank {rank}: {(err.strip() or 'said nothing').splitlines()[-1]}"
+        for rank, (out, err) in enumerate(said)
+        if not out.strip()
+    ]
     if failed:
-        raise FzeroValueError(message("calibrate", "the processes that measure together failed", failed, "see what they say; or start them with torchrun"))
+        raise FzeroValueError(
+            message(
+                "calibrate",
+                "the processes that measure together failed",
+                failed,
+                "see what they say; or start them with torchrun",
+            )
+        )
     found = json.loads(said[0][0].splitlines()[-1])
     for name in ("host_copy", "disk_read", "disk_write"):
         found[name] = Link(**found[name])
@@ -149,7 +177,8 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
 
 
 def _main() -> None:
-    """One of several processes that measure together: prints what rank 0 found. Under torchrun, without arguments, keeps it in the file."""
+    """One of several processes that measure together: prints what rank 0 found. Under torchrun, without arguments,
+    keeps it in the file."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if len(sys.argv) == 1:
         device = calibrate(make_mesh())

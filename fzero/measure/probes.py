@@ -1,4 +1,5 @@
-"""What `calibrate` measures: rates of this machine, each by running what a program runs, a few times, and taking the best.
+"""What `calibrate` measures: rates of this machine, each by running what a program runs, a few times, and taking the
+best.
 
 On a mesh all ranks measure at once, so that what they share (memory, the host's cores, links) is shared as in a run.
 """
@@ -29,7 +30,13 @@ aten = torch.ops.aten
 
 Progress = Callable[[str], None]
 
-_SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]  # rows, columns, inner of a product
+_SIZES = [
+    (512, 512, 512),
+    (512, 2048, 512),
+    (512, 512, 2048),
+    (1024, 1024, 1024),
+    (2048, 512, 2048),
+]  # rows, columns, inner of a product
 _COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
 _PAGE = 4096
 _REQUEST = 8 * PIECE  # bytes of a disk's reads and writes: more than its threads move at once
@@ -37,7 +44,9 @@ SCRATCH = 4 * _REQUEST
 """Bytes that measuring a disk takes there."""
 
 
-def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None, directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def rates(
+    mesh: Mesh, seconds: float, progress: Progress = lambda what: None, directory: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
     """Everything of a `Device` that is measured, on every rank of a mesh alike.
 
     Args:
@@ -53,7 +62,10 @@ def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None, di
         progress(f"products in {name}")
         out["flops"][name] = product_rate(dtype, device, each)
         if dtype in _FUSED[device.type].dtypes:
-            out["attention"] |= {name + way: rate for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)}
+            out["attention"] |= {
+                name + way: rate
+                for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)
+            }
     progress("memory")
     out["memory_bandwidth"] = copy_rate(device, each / 2)
     progress("calls")
@@ -70,12 +82,15 @@ def rates(mesh: Mesh, seconds: float, progress: Progress = lambda what: None, di
 
 
 def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """FLOP/s of matrix products as a layer has them: forward, and for both gradients, of typical sizes, as the runtime runs them."""
+    """FLOP/s of matrix products as a layer has them: forward, and for both gradients, of typical sizes, as the runtime
+    runs them."""
     scale = 1 if device.type == "cpu" else 4  # a device with more units needs more work to fill them
     total = taken = 0.0
     started = time.perf_counter()
     for rows, columns, inner in (tuple(n * scale for n in size) for size in _SIZES):
-        x, w, dy = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns)))
+        x, w, dy = (
+            torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns))
+        )
         for a, b in ((x, w.T), (dy, w), (dy.T, x)):
             taken += best(as_run(aten.mm, a, b), device, seconds / len(_SIZES) / 3)
             total += 2.0 * rows * columns * inner
@@ -90,7 +105,10 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     forward, backward, _ = _FUSED[device.type]
     out, logsumexp, *rest = forward(q, k, v, 0.0, True)
-    before, after = rest[:4], rest[4:6]  # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
+    before, after = (
+        rest[:4],
+        rest[4:6],
+    )  # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
     one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
     two = as_run(lambda *x: backward(*x[:6], *before, 0.0, True, *x[6:])[0], dout, q, k, v, out, logsumexp, *after)
     flops = 4.0 * math.prod(shape) * shape[2]
@@ -105,14 +123,17 @@ def copy_rate(device: torch.device, seconds: float, times: int = 1) -> float:
 
 
 def call_seconds(mesh: Mesh, seconds: float) -> float:
-    """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no compiler."""
+    """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no
+    compiler."""
     device = mesh.device
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [torch.sin(x) * y, x + y]
 
     with compat.FakeTensorMode():
-        graph = record(fn, [torch.empty(2048, device=device.type) for _ in range(2)], owner="calibrate", names=["x", "y"])
+        graph = record(
+            fn, [torch.empty(2048, device=device.type) for _ in range(2)], owner="calibrate", names=["x", "y"]
+        )
     backend = "inductor" if device.type != "cpu" or has_compiler() else "eager"
     run = build({"calls": Function("calls", graph)}, backend, mesh)["calls"]
     x = torch.zeros(2048, device=device)
@@ -125,11 +146,17 @@ def host_copy(device: torch.device, seconds: float) -> Link:
     pinned = device.type != "cpu"
     source = torch.zeros(_COPY, dtype=torch.uint8, device=device)
     target = torch.zeros(_COPY, dtype=torch.uint8, pin_memory=pinned)
-    return fitted({n: best(lambda n=n: target[:n].copy_(source[:n], non_blocking=pinned), device, seconds / 2) for n in (_COPY // 64, _COPY)})
+    return fitted(
+        {
+            n: best(lambda n=n: target[:n].copy_(source[:n], non_blocking=pinned), device, seconds / 2)
+            for n in (_COPY // 64, _COPY)
+        }
+    )
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half each."""
+    """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half
+    each."""
     axis, size = next((a, n) for a, n in mesh.axes.items() if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
     carrier: Any = transport(mesh)
@@ -155,8 +182,8 @@ def link(mesh: Mesh, seconds: float) -> Link:
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:
-    """What scratch files are read at, what they are written at, and bytes/s of both together while pieces of the two take turns; by the threads, and in the
-    pieces, that a program's leaves on disk are moved with.
+    """What scratch files are read at, what they are written at, and bytes/s of both together while pieces of the two
+    take turns; by the threads, and in the pieces, that a program's leaves on disk are moved with.
 
     Args:
         seconds: about how long to measure.
@@ -173,14 +200,24 @@ def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tup
         def both() -> None:
             there, here = next(at), next(at)
             parts = range(0, _REQUEST, PIECE)
-            reads, writes = ([(where + i, memory[i : i + PIECE]) for i in parts] for where, memory in ((there, theirs), (here, ours)))
-            started = [move([run]) for pair in zip(reads, writes, strict=True) for move, run in zip((files.read, files.write), pair, strict=True)]
+            reads, writes = (
+                [(where + i, memory[i : i + PIECE]) for i in parts] for where, memory in ((there, theirs), (here, ours))
+            )
+            started = [
+                move([run])
+                for pair in zip(reads, writes, strict=True)
+                for move, run in zip((files.read, files.write), pair, strict=True)
+            ]
             for transfer in started:
                 transfer.wait()
 
         sizes = (_PAGE * 16, _REQUEST)
-        read = fitted({n: best(lambda n=n: files.read([(next(at), theirs[:n])]).wait(), cpu, seconds / 6) for n in sizes})
-        written = fitted({n: best(lambda n=n: files.write([(next(at), ours[:n])]).wait(), cpu, seconds / 6) for n in sizes})
+        read = fitted(
+            {n: best(lambda n=n: files.read([(next(at), theirs[:n])]).wait(), cpu, seconds / 6) for n in sizes}
+        )
+        written = fitted(
+            {n: best(lambda n=n: files.write([(next(at), ours[:n])]).wait(), cpu, seconds / 6) for n in sizes}
+        )
         mixed = 2 * _REQUEST / best(both, cpu, seconds / 3)
     finally:
         files.close()
@@ -188,7 +225,8 @@ def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tup
 
 
 def best(run: Callable[[], Any], device: torch.device, seconds: float, times: int = 0) -> float:
-    """Seconds of the quickest of several runs after one that does not count: `times` of them, or as many as fit in `seconds` and at least three."""
+    """Seconds of the quickest of several runs after one that does not count: `times` of them, or as many as fit in
+    `seconds` and at least three."""
     run()
     _settle(device)
     quickest, spent, done = float("inf"), 0.0, 0
@@ -209,7 +247,8 @@ def fitted(measured: Mapping[int, float]) -> Link:
 
 
 def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], Any]:
-    """A function on some arguments as the runtime runs it on their device: products in float32 where there is no native bfloat16."""
+    """A function on some arguments as the runtime runs it on their device: products in float32 where there is no native
+    bfloat16."""
     with compat.FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in args]
         graph = record(lambda *xs: [fn(*xs)], fakes, owner="calibrate", names=[f"x_{i}" for i in range(len(args))])
@@ -226,8 +265,16 @@ class _Fused(NamedTuple):
 
 
 _FUSED = {
-    "cpu": _Fused(aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward, (torch.float32, torch.bfloat16)),
-    "cuda": _Fused(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward, (torch.bfloat16, torch.float16)),
+    "cpu": _Fused(
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        (torch.float32, torch.bfloat16),
+    ),
+    "cuda": _Fused(
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_backward,
+        (torch.bfloat16, torch.float16),
+    ),
 }
 
 

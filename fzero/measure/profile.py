@@ -1,6 +1,7 @@
 """Measuring a step as a plan predicts it: the time of every line, and the most memory alive.
 
-Lines are timed by putting a clock around each function and transfer that the program's source names, so what is timed is what runs.
+Lines are timed by putting a clock around each function and transfer that the program's source names, so what is timed
+is what runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Place = tuple[Line, int, int]
 
 @contextmanager
 def timing(run: Callable[..., Any], program: Program, device: torch.device) -> Iterator[list[Event]]:
-    """Times each line of the one run of an executable in the body. The list that it gives is filled when the body is left."""
+    """Times each line of the one run of an executable in the body. The list that it gives is filled when the body is
+    left."""
     clock = _Clock(device)
     marks: list[tuple[Place, Any, Any]] = []  # each line that ran, before and after it
     following = Following(program, run.guessing)  # type: ignore[attr-defined]
@@ -69,8 +71,9 @@ def _events(marks: Iterable[tuple[Place, float, float]]) -> list[Event]:
 
 
 class Following:
-    """Which line of a program runs, as its functions and transfers are called one after the other. What is skipped if the step does not guess, as `guessing`
-    says while it runs, is not called then; what a redo is to do again is, if it says so."""
+    """Which line of a program runs, as its functions and transfers are called one after the other. What is skipped if
+    the step does not guess, as `guessing` says while it runs, is not called then; what a redo is to do again is, if it
+    says so."""
 
     def __init__(self, program: Program, guessing: Callable[[], bool]):
         self._guessing, self._again = guessing, False
@@ -79,7 +82,9 @@ class Following:
     def called(self, name: str) -> Place:
         """The line that calls this now, its number and the turn of the loop around it."""
         place = next(self._coming, None)
-        assert place is not None and (place[0].fn or place[0].op) == name, f"{name} is called where the program has {place and place[0]}"
+        assert place is not None and (place[0].fn or place[0].op) == name, (
+            f"{name} is called where the program has {place and place[0]}"
+        )
         return place
 
     def returned(self, place: Place, result: Any) -> None:

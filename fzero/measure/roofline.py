@@ -1,11 +1,14 @@
-"""What binds a step: the share of the device's peak that it reached, how busy each link was, and for how long compute waited for it.
+"""What binds a step: the share of the device's peak that it reached, how busy each link was, and for how long compute
+waited for it.
 
-A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every line. What a link moved is known
-from the program; how long it was busy is what it says itself, a disk or a stream of copies, and of others the time that compute waited for them.
+A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every
+line. What a link moved is known from the program; how long it was busy is what it says itself, a disk or a stream of
+copies, and of others the time that compute waited for them.
 
-[Note: late] On a CPU the clock is the host's, and a step has run when its call returns. On CUDA it is in the device's queue of work: marks are events,
-read once they are done, and nothing waits for them but the first step. So the numbers there are those of the last step that was done when the next one had
-been issued, as a rule the one before. A wait of the host, for a disk or for what comes to it, counts there for as long as the device had nothing to do.
+[Note: late] On a CPU the clock is the host's, and a step has run when its call returns. On CUDA it is in the device's
+queue of work: marks are events, read once they are done, and nothing waits for them but the first step. So the numbers
+there are those of the last step that was done when the next one had been issued, as a rule the one before. A wait of
+the host, for a disk or for what comes to it, counts there for as long as the device had nothing to do.
 """
 
 from __future__ import annotations
@@ -35,7 +38,13 @@ def limits_of(program: Program, mesh: Mesh) -> Limits | None:
     return Limits(program, mesh, DeviceClock() if mesh.device.type == "cuda" else HostClock())
 
 
-def report(peak_seconds: float, seconds: float, moved: Mapping[str, int], busy: Mapping[str, float], stalled: Mapping[str, float]) -> dict[str, Any]:
+def report(
+    peak_seconds: float,
+    seconds: float,
+    moved: Mapping[str, int],
+    busy: Mapping[str, float],
+    stalled: Mapping[str, float],
+) -> dict[str, Any]:
     """The metrics of a step: plain numbers and one name.
 
     Args:
@@ -52,10 +61,19 @@ def report(peak_seconds: float, seconds: float, moved: Mapping[str, int], busy: 
     links = {}
     for name, nbytes in moved.items():
         took = busy.get(name, 0.0)
-        links[name] = {"bytes": nbytes, "bytes_per_second": nbytes / took if took else 0.0, "busy": took / seconds, "stalled": stalled.get(name, 0.0) / seconds}
+        links[name] = {
+            "bytes": nbytes,
+            "bytes_per_second": nbytes / took if took else 0.0,
+            "busy": took / seconds,
+            "stalled": stalled.get(name, 0.0) / seconds,
+        }
     shares = {COMPUTE: 1 - sum(link["stalled"] for link in links.values())}
     shares |= {name: max(link["busy"], link["stalled"]) for name, link in links.items()}
-    return {"speed_of_light": peak_seconds / seconds, "links": links, "bound_by": max(shares, key=lambda name: shares[name])}
+    return {
+        "speed_of_light": peak_seconds / seconds,
+        "links": links,
+        "bound_by": max(shares, key=lambda name: shares[name]),
+    }
 
 
 # --- clocks ---
@@ -127,7 +145,9 @@ class _Run:
     end: Any = None
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
     copies: list[tuple[str, Any, Any]] = field(default_factory=list)
-    files: dict[Storage, float] = field(default_factory=dict)  # seconds that they had been busy before their first transfer
+    files: dict[Storage, float] = field(
+        default_factory=dict
+    )  # seconds that they had been busy before their first transfer
     disk_seconds: float = 0.0
     disk_bytes: int = 0  # more than planned where a guess was wrong
 

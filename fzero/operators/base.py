@@ -1,4 +1,5 @@
-"""Operators of our own: each is one node of a recorded graph, run eagerly by one function and expanded into others for a compiler."""
+"""Operators of our own: each is one node of a recorded graph, run eagerly by one function and expanded into others for
+a compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def define(name: str, schema: str, eager: Callable[..., Any], fake: Callable[...
     op = getattr(torch.ops.fzero, name).default
 
     def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
-        rows = [[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
+        rows = [
+            [a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]
+            for i in range(info.batch_size)
+        ]
         return torch.stack([op(*row) for row in rows]), 0
 
     torch.library.register_vmap(f"fzero::{name}", batched)

@@ -1,4 +1,5 @@
-"""The CTC loss, whose operator returns a table as wide as its longest target is long: where lengths are tensors, a shape that no trace knows.
+"""The CTC loss, whose operator returns a table as wide as its longest target is long: where lengths are tensors, a
+shape that no trace knows.
 
 Ours has the width that the shape of the targets allows.
 """
@@ -17,23 +18,40 @@ _Lengths = torch.Tensor | Sequence[int]
 
 
 def _width(targets: torch.Tensor, lengths: _Lengths) -> int:
-    longest = (targets.shape[1] if targets.dim() == 2 else targets.numel()) if isinstance(lengths, torch.Tensor) else max(lengths, default=0)
+    longest = (
+        (targets.shape[1] if targets.dim() == 2 else targets.numel())
+        if isinstance(lengths, torch.Tensor)
+        else max(lengths, default=0)
+    )
     return 2 * longest + 1
 
 
-def _loss(log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_targets: Any, *settings: Any) -> tuple[torch.Tensor, ...]:
+def _loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_targets: Any, *settings: Any
+) -> tuple[torch.Tensor, ...]:
     loss, table = aten._ctc_loss(log_probs, targets, num_inputs, num_targets, *settings)
     wide = table.new_zeros(*table.shape[:-1], _width(targets, num_targets))
     wide[..., : table.shape[-1]] = table
     return loss, wide
 
 
-def _fake(log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_targets: Any, *settings: Any) -> tuple[torch.Tensor, ...]:
+def _fake(
+    log_probs: torch.Tensor, targets: torch.Tensor, num_inputs: Any, num_targets: Any, *settings: Any
+) -> tuple[torch.Tensor, ...]:
     length, *batch, _ = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty(*batch, length, _width(targets, num_targets))
 
 
-def _backward(grad: Any, log_probs: Any, targets: Any, num_inputs: Any, num_targets: Any, loss: Any, table: torch.Tensor, *settings: Any) -> torch.Tensor:
+def _backward(
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    num_inputs: Any,
+    num_targets: Any,
+    loss: Any,
+    table: torch.Tensor,
+    *settings: Any,
+) -> torch.Tensor:
     longest = int(torch.as_tensor(num_targets).max()) if len(num_targets) else 0
     narrow = table[..., : 2 * longest + 1].contiguous()
     return aten._ctc_loss_backward(grad, log_probs, targets, num_inputs, num_targets, loss, narrow, *settings)
@@ -59,7 +77,9 @@ CTC: dict[Any, Any] = {}
 for _overload, _kind in (("default", "int[]"), ("Tensor", "Tensor")):
     _given = f"Tensor log_probs, Tensor targets, {_kind} num_inputs, {_kind} num_targets"
     _name = "ctc_loss" if _kind == "Tensor" else "ctc_loss_of_lengths"
-    CTC[getattr(aten._ctc_loss, _overload)] = define(_name, f"({_given}, int blank=0, bool zero_infinity=False) -> (Tensor, Tensor)", _loss, _fake)
+    CTC[getattr(aten._ctc_loss, _overload)] = define(
+        _name, f"({_given}, int blank=0, bool zero_infinity=False) -> (Tensor, Tensor)", _loss, _fake
+    )
     CTC[getattr(aten._ctc_loss_backward, _overload)] = define(
         f"{_name}_backward",
         f"(Tensor grad, {_given}, Tensor loss, Tensor table, int blank, bool zero_infinity=False) -> Tensor",

@@ -1,8 +1,9 @@
 """Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding.
 
-PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step differ in their last bits. `add_at`
-takes them one after the other. It is one operator to a compiler, too: its code calls it. `scatter_add` needs no help: PyTorch's threads divide what it writes,
-and Inductor's code calls PyTorch's where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
+PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step
+differ in their last bits. `add_at` takes them one after the other. It is one operator to a compiler, too: its code
+calls it. `scatter_add` needs no help: PyTorch's threads divide what it writes, and Inductor's code calls PyTorch's
+where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ def _add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> torch.Te
     return x.index_add(0, torch.where(flat < 0, flat + x.shape[0], flat), rows)
 
 
-add_at = define("add_at", "(Tensor x, Tensor?[] indices, Tensor values) -> Tensor", _add_at, lambda x, indices, values: torch.empty_like(x))
-"""`x` with `values` added at `indices`, as `aten.index_put(x, indices, values, accumulate=True)`, each element's in the order of the indices."""
+add_at = define(
+    "add_at",
+    "(Tensor x, Tensor?[] indices, Tensor values) -> Tensor",
+    _add_at,
+    lambda x, indices, values: torch.empty_like(x),
+)
+"""`x` with `values` added at `indices`, as `aten.index_put(x, indices, values, accumulate=True)`, each element's in the
+order of the indices."""
 
 
 def _index_put(x: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
     return add_at(x, indices, values) if accumulate else aten.index_put.default(x, indices, values)
 
 
-def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num: int, padding: int, by_frequency: bool) -> torch.Tensor:
+def _embedding_backward(
+    grad: torch.Tensor, indices: torch.Tensor, num: int, padding: int, by_frequency: bool
+) -> torch.Tensor:
     if by_frequency:
         rows = indices.reshape(-1).long()
         counts = rows.new_zeros(num).scatter_add(0, rows, torch.ones_like(rows))
@@ -46,7 +55,9 @@ def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num: int, pad
     return add_at(grad.new_zeros(num, grad.shape[-1]), [indices], kept)
 
 
-def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+def _index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
     if x.dim() == 0:
         return aten.index_add.default(x, dim, index, source, alpha=alpha)
     places = index.long().reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])

@@ -1,8 +1,10 @@
-"""Blocks of a leaf: 256 consecutive elements of it, flattened, with one number for each, such as the scale that they are quantised with.
+"""Blocks of a leaf: 256 consecutive elements of it, flattened, with one number for each, such as the scale that they
+are quantised with.
 
-The numbers of a leaf's blocks are a tensor of shape [num_blocks, 1]. Shards are whole blocks ([Note: blocks], fzero/layout.py), so what is done
-block by block is done on shards as on the whole. Both ways are one operator, `fzero::block_max` and `fzero::block_expand`, which say the shape
-of their result; `DECOMPOSITIONS` expands them into what a compiler fuses with the arithmetic around.
+The numbers of a leaf's blocks are a tensor of shape [num_blocks, 1]. Shards are whole blocks ([Note: blocks],
+fzero/layout.py), so what is done block by block is done on shards as on the whole. Both ways are one operator,
+`fzero::block_max` and `fzero::block_expand`, which say the shape of their result; `DECOMPOSITIONS` expands them into
+what a compiler fuses with the arithmetic around.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ def _expand(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 BLOCK_MAX: Any = define("block_max", "(Tensor x, SymInt[] shape) -> Tensor", _max, lambda x, shape: x.new_empty(shape))
-BLOCK_EXPAND: Any = define("block_expand", "(Tensor blocks, SymInt[] shape) -> Tensor", _expand, lambda blocks, shape: blocks.new_empty(shape))
+BLOCK_EXPAND: Any = define(
+    "block_expand", "(Tensor blocks, SymInt[] shape) -> Tensor", _expand, lambda blocks, shape: blocks.new_empty(shape)
+)
 DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {BLOCK_MAX: _max_fused, BLOCK_EXPAND: _expand}
 """What the operators compute, as functions of ATen operations."""

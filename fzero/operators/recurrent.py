@@ -1,7 +1,9 @@
-"""Recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a sequence.
+"""Recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
+sequence.
 
-Each returns a workspace that its backward needs, of a size that no schema tells, oneDNN's only where autograd runs. A program runs without autograd and keeps
-values of known sizes, so its backward computes the layers once more, for the workspace alone.
+Each returns a workspace that its backward needs, of a size that no schema tells, oneDNN's only where autograd runs. A
+program runs without autograd and keeps values of known sizes, so its backward computes the layers once more, for the
+workspace alone.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from fzero.operators.base import define
 
 aten = torch.ops.aten
 _LAYER = (
-    "Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor hx, Tensor cx, bool reverse, int[] batch_sizes, int mode, int hidden_size, "
+    "Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor hx, Tensor cx, bool reverse, int[] batch_sizes, "
+    "int mode, int hidden_size, "
     "int num_layers, bool has_biases, bool bidirectional, bool batch_first, bool train"
 )
 _BACKWARD = (
-    "Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor hx, Tensor cx, Tensor output, Tensor hy, Tensor cy, Tensor? d_output, Tensor? d_hy, "
-    "Tensor? d_cy, bool reverse, int mode, int hidden_size, int num_layers, bool has_biases, bool train, bool bidirectional, int[] batch_sizes, "
+    "Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor hx, Tensor cx, Tensor output, Tensor hy, Tensor "
+    "cy, Tensor? d_output, Tensor? d_hy, "
+    "Tensor? d_cy, bool reverse, int mode, int hidden_size, int num_layers, bool has_biases, bool train, bool "
+    "bidirectional, int[] batch_sizes, "
     "bool batch_first"
 )
 
@@ -43,7 +48,12 @@ def _layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     return *before, bias, bias.clone(), hx, cx  # PyTorch returns one tensor for both biases
 
 
-layer = define("lstm_layer", f"({_LAYER}) -> (Tensor, Tensor, Tensor)", _layer, lambda *args: aten.mkldnn_rnn_layer.default(*args)[:3])
+layer = define(
+    "lstm_layer",
+    f"({_LAYER}) -> (Tensor, Tensor, Tensor)",
+    _layer,
+    lambda *args: aten.mkldnn_rnn_layer.default(*args)[:3],
+)
 """`aten.mkldnn_rnn_layer` without its workspace: output, last hidden state, last cell."""
 
 layer_backward = define(
@@ -68,7 +78,10 @@ LSTM: dict[Any, Any] = {
 
 # --- on GPUs ---
 
-_SETTINGS = "int mode, int hidden_size, int proj_size, int num_layers, bool batch_first, bool train, bool bidirectional, int[] batch_sizes"
+_SETTINGS = (
+    "int mode, int hidden_size, int proj_size, int num_layers, bool batch_first, bool train, bool bidirectional, int[] "
+    "batch_sizes"
+)
 _NETWORK = "Tensor input, Tensor[] weight, int weight_stride0, Tensor hx, Tensor? cx"
 _LIBRARIES = {
     "cudnn": (aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default),
@@ -90,20 +103,28 @@ def _network(library: str, *args: Any) -> tuple[torch.Tensor, ...]:
     return output.contiguous(), hy, cy
 
 
-def _network_backward(library: str, d_output: Any, d_hy: Any, d_cy: Any, mask: Sequence[bool], *args: Any) -> list[torch.Tensor]:
+def _network_backward(
+    library: str, d_output: Any, d_hy: Any, d_cy: Any, mask: Sequence[bool], *args: Any
+) -> list[torch.Tensor]:
     forward, backward = _LIBRARIES[library]
     values = dict(zip(_NAMES, args, strict=True))
     output, _, _, reserve, weight_buf = _named(forward, values)
     values |= {"output": output, "reserve": reserve, "weight_buf": weight_buf, "output_mask": list(mask)}
     *states, weights = _named(backward, {**values, "grad_output": d_output, "grad_hy": d_hy, "grad_cy": d_cy})
-    return [x.contiguous() for x, asked in zip(states, mask, strict=False) if asked] + [x.clone() for x in weights if mask[3]]
+    return [x.contiguous() for x, asked in zip(states, mask, strict=False) if asked] + [
+        x.clone() for x in weights if mask[3]
+    ]
 
 
-def _fake_backward(library: str, d_output: Any, d_hy: Any, d_cy: Any, mask: Sequence[bool], *args: Any) -> list[torch.Tensor]:
+def _fake_backward(
+    library: str, d_output: Any, d_hy: Any, d_cy: Any, mask: Sequence[bool], *args: Any
+) -> list[torch.Tensor]:
     values = dict(zip(_NAMES, args, strict=True))
     if not values["train"]:
         raise RuntimeError(f"{library} RNN backward can only be called in training mode")
-    made = [values[name] for name, asked in zip(("input", "hx", "cx"), mask, strict=False) if asked] + [x for x in values["weight"] if mask[3]]
+    made = [values[name] for name, asked in zip(("input", "hx", "cx"), mask, strict=False) if asked] + [
+        x for x in values["weight"] if mask[3]
+    ]
     return [x.new_empty(x.shape) for x in made]
 
 
@@ -129,7 +150,13 @@ def _rules(library: str) -> dict[Any, Callable[..., Any]]:
     def run(do: Callable[..., Any], overwrite: Any, *args: Any) -> Any:
         given = values(forward, args)
         output, hy, cy = do(network, library, *(given[name] for name in _NAMES))
-        return output, hy, cy, do(aten.new_empty.default, given["input"], [0]), do(aten.new_empty.default, given["input"], [0])
+        return (
+            output,
+            hy,
+            cy,
+            do(aten.new_empty.default, given["input"], [0]),
+            do(aten.new_empty.default, given["input"], [0]),
+        )
 
     def run_backward(do: Callable[..., Any], overwrite: Any, *args: Any) -> Any:
         given = values(backward, args)

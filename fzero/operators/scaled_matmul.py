@@ -1,15 +1,17 @@
 """Products of matrices in 8-bit floating point: how operands are rounded, and the operator that multiplies them.
 
-[Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even: to float8_e4m3fn (3 bits of mantissa, up to 448) in the forward and
-for what the forward left, to float8_e5m2 (2 bits, up to 57344) where it depends on a gradient. The scale brings the largest magnitude of the operand (`rows`:
-of each row of the first, each column of the second) between half the format's largest number and that number. As powers of two, scales round nothing: it is
-the same whether they are multiplied in before or after a sum, in which order, and by which kernel. Sums are kept in float32, and rounded once to the dtype of
-the result.
+[Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even: to float8_e4m3fn (3 bits of
+mantissa, up to 448) in the forward and for what the forward left, to float8_e5m2 (2 bits, up to 57344) where it depends
+on a gradient. The scale brings the largest magnitude of the operand (`rows`: of each row of the first, each column of
+the second) between half the format's largest number and that number. As powers of two, scales round nothing: it is the
+same whether they are multiplied in before or after a sum, in which order, and by which kernel. Sums are kept in
+float32, and rounded once to the dtype of the result.
 
-`scaled_mm` is one node of a recorded graph. A CUDA device runs products of its own; any other does the same arithmetic in float32, of operands that went
-through 8 bits.
+`scaled_mm` is one node of a recorded graph. A CUDA device runs products of its own; any other does the same arithmetic
+in float32, of operands that went through 8 bits.
 
-Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 8-bit numerical formats for deep neural networks, 2022, for powers of two.
+Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 8-bit numerical formats for deep neural
+    networks, 2022, for powers of two.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `rounded`, by a scale that may be too small: what is larger than the format's largest number becomes that; what is not finite, NaN.
+    """As `rounded`, by a scale that may be too small: what is larger than the format's largest number becomes that;
+    what is not finite, NaN.
 
     Example:
         >>> saturated(torch.tensor([3.0, -1e6]), torch.tensor(2.0), E4M3).float()
@@ -74,12 +77,14 @@ def saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, through: torch.dtype) -> torch.Tensor:
-    """A parameter in float8_e4m3fn, as a product rounds what was cast `through` a dtype before. With temporaries in that dtype and in float32."""
+    """A parameter in float8_e4m3fn, as a product rounds what was cast `through` a dtype before. With temporaries in
+    that dtype and in float32."""
     return x.to(through).to(torch.float32, copy=True).mul_(_inverse(scale)).to(E4M3)
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix rounded by the scale of its largest magnitude, and that scale: float32[], or along `dim`, which stays as 1."""
+    """A matrix rounded by the scale of its largest magnitude, and that scale: float32[], or along `dim`, which stays as
+    1."""
     scale = scale_of(amax(x, dim), dtype)
     return rounded(x, scale, dtype), scale
 
@@ -89,7 +94,9 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return (254 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """What `scaled_mm` computes: `(a * scale_a) @ (b * scale_b)` with float32 sums, in `dtype`.
 
     Args:
@@ -101,13 +108,18 @@ def multiply(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: t
     return (_native if a.device.type == "cuda" else _emulated)(a, b, scale_a, scale_b, dtype)
 
 
-def _emulated(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _emulated(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     return (torch.mm(a.float(), b.float()) * scale_a * scale_b).to(dtype)
 
 
-def _native(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Tensor cores read both operands along k: the second lies column by column. They sum in less than float32 where that is asked for; only the forward does.
-    Scales by row are the kernel's own for results in bfloat16 and a second operand in e4m3; elsewhere they are multiplied in after it, which is the same."""
+def _native(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Tensor cores read both operands along k: the second lies column by column. They sum in less than float32 where
+    that is asked for; only the forward does. Scales by row are the kernel's own for results in bfloat16 and a second
+    operand in e4m3; elsewhere they are multiplied in after it, which is the same."""
     a, b, fast = a.contiguous(), b.t().contiguous().t(), a.dtype == b.dtype == E4M3
     if scale_a.dim() == 0 or (dtype is torch.bfloat16 and b.dtype is E4M3):
         return compat.scaled_mm(a, b, scale_a, scale_b, dtype, fast)

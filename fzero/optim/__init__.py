@@ -7,10 +7,10 @@
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = optim.apply_updates(params, updates)
 
-Names and meanings are optax's. [Note: optimizers on shards] What `update` does to a leaf is pointwise arithmetic between
-tensors of that leaf and 0-dim tensors, and sums over the whole leaf: so it means the same on a flat shard, given an
-all_reduce for each sum, and nothing here knows about meshes. Whatever depends on the step alone (learning rate, bias
-corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
+Names and meanings are optax's. [Note: optimizers on shards] What `update` does to a leaf is pointwise arithmetic
+between tensors of that leaf and 0-dim tensors, and sums over the whole leaf: so it means the same on a flat shard,
+given an all_reduce for each sum, and nothing here knows about meshes. Whatever depends on the step alone (learning
+rate, bias corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
 
 Arithmetic and state are float32, or float64 for float64 leaves, whatever the dtypes of gradients and parameters.
 `None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
@@ -22,9 +22,26 @@ from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
 from fzero.optim.rounding import stochastic_round
-from fzero.optim.schedules import Schedule, constant, cosine, linear, warmup_cosine, warmup_decay_lr, warmup_lr, warmup_stable_decay
+from fzero.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    linear,
+    warmup_cosine,
+    warmup_decay_lr,
+    warmup_lr,
+    warmup_stable_decay,
+)
 from fzero.optim.sgd import TraceState, sgd, trace
-from fzero.optim.transforms import ScaleByScheduleState, add_decayed_weights, clip_by_global_norm, scale, scale_by_learning_rate, scale_by_schedule, set_to_zero
+from fzero.optim.transforms import (
+    ScaleByScheduleState,
+    add_decayed_weights,
+    clip_by_global_norm,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    set_to_zero,
+)
 
 __all__ = [
     "EmptyState",

@@ -39,7 +39,8 @@ def adamw(
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
-    `updates = -lr * (mu / (1 - b1**t)) / (sqrt(nu) / sqrt(1 - b2**t) + eps) - lr * weight_decay * params` in update number t = 1, 2, ...
+    `updates = -lr * (mu / (1 - b1**t)) / (sqrt(nu) / sqrt(1 - b2**t) + eps) - lr * weight_decay * params` in update
+    number t = 1, 2, ...
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
@@ -48,13 +49,14 @@ def adamw(
         eps: greater than 0, for a gradient may be 0 (in the padding of a shard it always is).
         weight_decay: at least 0. Multiplied by the learning rate, as in torch.
         mask: which leaves decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
-        state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with fewer than 4096
-            elements (fzero/optim/quantized.py).
+        state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with
+            fewer than 4096 elements (fzero/optim/quantized.py).
 
     Memory: 8 bytes a parameter (16 for float64); 2.03 with `state_dtype="int8"`.
 
     Raises:
-        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is decay.
+        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is
+            decay.
 
     Example:
         >>> opt = adamw(0.1, weight_decay=0.5)
@@ -66,13 +68,19 @@ def adamw(
     return _adam("optim.adamw", lr, b1, b2, eps, weight_decay, mask, state_dtype=state_dtype)
 
 
-def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32") -> GradientTransformation:
-    """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation: `chain(add_decayed_weights(l2), adam(lr))`."""
+def adam(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
+) -> GradientTransformation:
+    """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation:
+    `chain(add_decayed_weights(l2), adam(lr))`."""
     return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype)
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32") -> GradientTransformation:
-    """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in `adamw`."""
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
+) -> GradientTransformation:
+    """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in
+    `adamw`."""
     return _adam("optim.scale_by_adam", 1.0, b1, b2, eps, sign=1, state_dtype=state_dtype)
 
 

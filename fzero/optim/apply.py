@@ -11,25 +11,47 @@ from fzero.errors import FzeroTypeError, message
 from fzero.optim import apply_updates
 
 
-def apply_optimizer(optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None) -> tuple[Any, Any]:
-    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one it got. `key`: to round with."""
+def apply_optimizer(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None
+) -> tuple[Any, Any]:
+    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one
+    it got. `key`: to round with."""
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise FzeroTypeError(message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"))
+        raise FzeroTypeError(
+            message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)")
+        )
     updates, new = result
-    wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(result), tree.leaves(result), strict=True) if not isinstance(x, torch.Tensor)]
+    wrong = [
+        f"{p}: {type(x).__name__}"
+        for p, x in zip(tree.paths(result), tree.leaves(result), strict=True)
+        if not isinstance(x, torch.Tensor)
+    ]
     wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
     if wrong:
-        raise FzeroTypeError(message("optimizer", "update returned leaves that are not tensors", wrong, "keep numbers in the closure, tensors in the state"))
+        raise FzeroTypeError(
+            message(
+                "optimizer",
+                "update returned leaves that are not tensors",
+                wrong,
+                "keep numbers in the closure, tensors in the state",
+            )
+        )
     before, after = tree.structure(opt_state), tree.structure(new)
     if before != after:
         problems = [f"before: {before}", f"after: {after}"]
-        raise FzeroTypeError(message("optimizer", "update changes the structure of opt_state", problems, "return the same structure"))
+        raise FzeroTypeError(
+            message("optimizer", "update changes the structure of opt_state", problems, "return the same structure")
+        )
     problems = [
         f"{path}: {tree.describe(old)} before, {tree.describe(now)} after"
-        for path, old, now in zip(tree.paths(opt_state, "opt_state"), tree.leaves(opt_state), tree.leaves(new), strict=True)
+        for path, old, now in zip(
+            tree.paths(opt_state, "opt_state"), tree.leaves(opt_state), tree.leaves(new), strict=True
+        )
         if now.shape != old.shape or now.dtype != old.dtype
     ]
     if problems:
-        raise FzeroTypeError(message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"))
+        raise FzeroTypeError(
+            message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed")
+        )
     return apply_updates(params, updates, key), new

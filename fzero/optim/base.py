@@ -79,8 +79,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def update(grads: Tree, state: tuple[Any, ...], params: Tree = None) -> tuple[Tree, tuple[Any, ...]]:
         if not isinstance(state, tuple) or len(state) != len(transformations):
             got = f"{type(state).__name__} of {len(state)}" if isinstance(state, tuple) else type(state).__name__
-            what = f"a chain of {len(transformations)} transformations was given a state that is not a tuple of {len(transformations)}"
-            raise FzeroValueError(message("optim.chain", what, [f"opt_state: {got}"], "make the state with this chain's init"))
+            what = (
+                f"a chain of {len(transformations)} transformations was given a state that is not a tuple of "
+                f"{len(transformations)}"
+            )
+            raise FzeroValueError(
+                message("optim.chain", what, [f"opt_state: {got}"], "make the state with this chain's init")
+            )
         states = []
         for t, s in zip(transformations, state, strict=True):
             grads, s = t.update(grads, s, params)
@@ -96,7 +101,8 @@ def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) 
     Args:
         params: any tree of floating-point tensors.
         updates: a tree of the same structure and shapes, any floating-point dtypes.
-        key: int64[3]; with it bfloat16 parameters are rounded stochastically (`stochastic_round`), as one draw over all leaves in their order.
+        key: int64[3]; with it bfloat16 parameters are rounded stochastically (`stochastic_round`), as one draw over all
+            leaves in their order.
 
     Raises:
         FzeroValueError: different structures or shapes.
@@ -118,7 +124,8 @@ def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) 
 
 
 def global_norm(updates: Tree) -> torch.Tensor:
-    """The L2 norm of all leaves taken as one vector: 0-dim, float32 (float64 if there are float64 leaves); 0 without leaves.
+    """The L2 norm of all leaves taken as one vector: 0-dim, float32 (float64 if there are float64 leaves); 0 without
+    leaves.
 
     Communication: on shards one all_reduce of 4 bytes, however many leaves: partial sums are added before the root.
 

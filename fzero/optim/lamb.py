@@ -52,7 +52,8 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """`updates = -lr * (norm(params) / norm(r)) * r` for each leaf, with `r = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * params`.
+    """`updates = -lr * (norm(params) / norm(r)) * r` for each leaf, with `r = mu_hat / (sqrt(nu_hat) + eps) +
+    weight_decay * params`.
 
     The ratio is 1 where either norm is 0; it is not clipped otherwise.
 
@@ -71,6 +72,8 @@ def lamb(
     Raises:
         FzeroValueError: a number out of range, a mask of another structure, or an update without params.
     """
-    check("optim.lamb", lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    check(
+        "optim.lamb", lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2}
+    )
     decay = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
     return chain(scale_by_adam(b1, b2, eps), *decay, scale_by_trust_ratio(), scale_by_learning_rate(lr))

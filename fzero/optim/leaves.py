@@ -20,11 +20,13 @@ from fzero.tree import Tree
 
 
 def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], **trees: Tree) -> tuple[Tree, ...]:
-    """`fn(*leaves)` leaf by leaf over the trees in the order given, each call returning `num_outputs` values: as many trees like the first.
+    """`fn(*leaves)` leaf by leaf over the trees in the order given, each call returning `num_outputs` values: as many
+    trees like the first.
 
     Raises:
         FzeroTypeError: leaves of the first tree that are not floating-point tensors.
-        FzeroValueError: trees of different structure, or tensors of one leaf of different shapes (they would broadcast).
+        FzeroValueError: trees of different structure, or tensors of one leaf of different shapes (they would
+            broadcast).
     """
     (first, reference), *others = trees.items()
     flat, spec = tree.flatten(reference)
@@ -37,10 +39,16 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
     for name, other in others:
         leaves = tree.leaves(other)
         columns.append(leaves)
-        mismatches += [(i, name, x) for i, (x, like) in enumerate(zip(leaves, flat, strict=True)) if isinstance(x, torch.Tensor) and x.shape != like.shape]
+        mismatches += [
+            (i, name, x)
+            for i, (x, like) in enumerate(zip(leaves, flat, strict=True))
+            if isinstance(x, torch.Tensor) and x.shape != like.shape
+        ]
     if mismatches:
         paths = tree.paths(reference, "params")
-        problems = [f"{paths[i]}: {first} {tree.describe(flat[i])}, {name} {tree.describe(x)}" for i, name, x in mismatches]
+        problems = [
+            f"{paths[i]}: {first} {tree.describe(flat[i])}, {name} {tree.describe(x)}" for i, name, x in mismatches
+        ]
         fix = "params, grads and state must be of one model: make the state with init(params)"
         raise FzeroValueError(message(where, "tensors of one leaf have different shapes", problems, fix))
     outputs = [fn(*leaf) for leaf in zip(*columns, strict=True)]
@@ -48,7 +56,8 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
 
 
 def structure_message(where: str, one: tuple[str, Tree], two: tuple[str, Tree]) -> str:
-    """Says which leaves are in one tree and not in the other; a leaf of a prefix tree stands for all that is under it."""
+    """Says which leaves are in one tree and not in the other; a leaf of a prefix tree stands for all that is under
+    it."""
     paths = [tree.paths(t, "params") for _, t in (one, two)]
     problems = [
         f"{path}: in {mine[0]}, not in {other[0]}"
@@ -57,7 +66,10 @@ def structure_message(where: str, one: tuple[str, Tree], two: tuple[str, Tree]) 
         if not any(under(path, p) or under(p, path) for p in there)
     ]
     problems = problems or [f"{name}: {tree.structure(t)}" for name, t in (one, two)]
-    fix = "both need the same containers and keys, and None in the same places: a leaf that has no gradient is None in params and grads alike"
+    fix = (
+        "both need the same containers and keys, and None in the same places: a leaf that has no gradient is None in "
+        "params and grads alike"
+    )
     return message(where, f"{one[0]} and {two[0]} have different structures", problems, fix)
 
 
@@ -72,12 +84,16 @@ def check_floating(where: str, params: Tree) -> None:
     if bad:
         paths = tree.paths(params, "params")
         problems = [f"{paths[i]} ({tree.describe(flat[i])})" for i in bad]
-        raise FzeroTypeError(message(where, f"{len(bad)} leaves are not floating-point tensors", problems, "put None in their place"))
+        raise FzeroTypeError(
+            message(where, f"{len(bad)} leaves are not floating-point tensors", problems, "put None in their place")
+        )
 
 
 def need_params(where: str, grads: Tree, params: Tree) -> None:
     if params is None and tree.leaves(grads):
-        raise FzeroValueError(message(where, "update was called without params", fix="call update(grads, opt_state, params)"))
+        raise FzeroValueError(
+            message(where, "update was called without params", fix="call update(grads, opt_state, params)")
+        )
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -92,7 +108,9 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 def new_moment(where: str, params: Tree) -> Tree:
     """Zeros of the shapes of `params`, in the dtype of arithmetic."""
     check_floating(where, params)
-    return tree.map(lambda p: torch.zeros_like(p, dtype=compute_dtype(p), memory_format=torch.contiguous_format), params)
+    return tree.map(
+        lambda p: torch.zeros_like(p, dtype=compute_dtype(p), memory_format=torch.contiguous_format), params
+    )
 
 
 def new_count(params: Tree) -> torch.Tensor:
@@ -152,7 +170,11 @@ def check(
     """Every bad hyperparameter at once. NaN is bad everywhere."""
     if not callable(lr) and not isinstance(lr, (int, float)):
         raise FzeroTypeError(
-            message(where, f"lr is a {type(lr).__name__}", fix="give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)")
+            message(
+                where,
+                f"lr is a {type(lr).__name__}",
+                fix="give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)",
+            )
         )
     problems = function("lr", lr, "step") if callable(lr) else number("lr", lr, at_least=0, below=math.inf)
     problems += [p for name, x in (positive or {}).items() for p in number(name, x, above=0)]

@@ -18,8 +18,11 @@ class LionState(NamedTuple):
     mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
 
 
-def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask | None = None) -> GradientTransformation:
-    """`updates = -lr * (sign(b1 * mu + (1 - b1) * grads) + weight_decay * params)`, then `mu = b2 * mu + (1 - b2) * grads`.
+def lion(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask | None = None
+) -> GradientTransformation:
+    """`updates = -lr * (sign(b1 * mu + (1 - b1) * grads) + weight_decay * params)`, then `mu = b2 * mu + (1 - b2) *
+    grads`.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update. A third to a tenth of AdamW's.
@@ -31,7 +34,8 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     Memory: 4 bytes a parameter (8 for float64), half of Adam's.
 
     Raises:
-        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is decay.
+        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is
+            decay.
 
     Example:
         >>> opt = lion(0.1)

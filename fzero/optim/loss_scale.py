@@ -1,8 +1,8 @@
 """The loss scale of float16 training: one number, and how it moves.
 
-float16 has no numbers below 6e-8, so gradients of a scaled loss are computed and their scale is divided out in float32. A scale that is too large shows
-as a gradient that is not finite: that step is left out and the scale goes down. Pure functions of a small state, as optimizers are; what
-a step does with them is said in fzero/transforms/precision.py.
+float16 has no numbers below 6e-8, so gradients of a scaled loss are computed and their scale is divided out in float32.
+A scale that is too large shows as a gradient that is not finite: that step is left out and the scale goes down. Pure
+functions of a small state, as optimizers are; what a step does with them is said in fzero/transforms/precision.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ class LossScaleState(NamedTuple):
 class LossScale:
     """A dynamic loss scale: lowered when gradients overflow, raised after `growth_interval` steps in which none did.
 
-    Growth is that of `torch.amp.GradScaler`, whose defaults these are: the scale grows in the `growth_interval`-th step in a row without an overflow, unless
-    it would become infinite. `hysteresis`, `consecutive_hysteresis` and `minimum` are DeepSpeed's; its defaults are
-    `LossScale(growth_interval=1000, hysteresis=2)`, and DeepSpeed 0.19 counts one step more before the first growth after an overflow.
+    Growth is that of `torch.amp.GradScaler`, whose defaults these are: the scale grows in the `growth_interval`-th step
+    in a row without an overflow, unless it would become infinite. `hysteresis`, `consecutive_hysteresis` and `minimum`
+    are DeepSpeed's; its defaults are `LossScale(growth_interval=1000, hysteresis=2)`, and DeepSpeed 0.19 counts one
+    step more before the first growth after an overflow.
 
     Args:
         initial: the scale of the first step.
         growth_interval: steps in a row without an overflow after which the scale grows, at least 1.
         growth_factor: what the scale is multiplied by then, at least 1.
         backoff_factor: what it is multiplied by at an overflow, above 0 and at most 1.
-        hysteresis: the scale is lowered at this overflow, and at every one after it, until it grows again: 1 lowers at each. Each of them leaves a step out.
+        hysteresis: the scale is lowered at this overflow, and at every one after it, until it grows again: 1 lowers at
+            each. Each of them leaves a step out.
         consecutive_hysteresis: one step without an overflow is enough to be that patient again.
         minimum: the scale is never lowered below.
 
@@ -65,7 +67,11 @@ class LossScale:
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        problems = [f"{name}={given[name]!r}: must be a number above 0" for name in ("initial", "minimum") if not _positive(given[name])]
+        problems = [
+            f"{name}={given[name]!r}: must be a number above 0"
+            for name in ("initial", "minimum")
+            if not _positive(given[name])
+        ]
         counts = [name for name in ("growth_interval", "hysteresis") if not _count(given[name])]
         problems += [f"{name}={given[name]!r}: must be a whole number of at least 1" for name in counts]
         if not _positive(self.growth_factor) or self.growth_factor < 1:

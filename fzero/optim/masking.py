@@ -30,19 +30,22 @@ class MaskedState(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    inner_states: dict[Any, Any]  # label -> state of its transformation, for the leaves of that label; None if there are none
+    inner_states: dict[
+        Any, Any
+    ]  # label -> state of its transformation, for the leaves of that label; None if there are none
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """`inner` for the leaves of the mask; the other gradients pass *unchanged*.
 
-    That makes it a link in a chain: `masked(adamw(...), mask)` alone would add raw gradients to the other parameters; use `partition` there.
+    That makes it a link in a chain: `masked(adamw(...), mask)` alone would add raw gradients to the other parameters;
+    use `partition` there.
 
     Args:
         inner: sees params and grads with `None` in place of the other leaves.
-        mask: a tree of bools of the structure of params, or of a prefix of it, or a function `(path, leaf) -> bool` with
-            paths such as `params['layers'][3]['bias']`. The function is given the parameter (the gradient where update is
-            called without params), must be pure, and is called in each init and update.
+        mask: a tree of bools of the structure of params, or of a prefix of it, or a function `(path, leaf) -> bool`
+            with paths such as `params['layers'][3]['bias']`. The function is given the parameter (the gradient where
+            update is called without params), must be pure, and is called in each init and update.
 
     Memory: that of `inner` for the leaves of the mask alone.
 
@@ -58,7 +61,11 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         {'a': tensor([0.]), 'b': tensor([1.])}
     """
 
-    reject("optim.masked", [] if is_transformation(inner) else [f"inner={shown(inner)}: no optimizer"], "e.g. optim.masked(optim.adamw(3e-4), mask)")
+    reject(
+        "optim.masked",
+        [] if is_transformation(inner) else [f"inner={shown(inner)}: no optimizer"],
+        "e.g. optim.masked(optim.adamw(3e-4), mask)",
+    )
     check_mask("optim.masked", mask)
 
     def choose(like: Tree) -> Tree:
@@ -73,7 +80,9 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         _same_structure("optim.masked", grads, params)
         if not any(tree.leaves(chosen)):
             return grads, state
-        done, inner_state = inner.update(_only(True, chosen, grads), state.inner_state, None if params is None else _only(True, chosen, params))
+        done, inner_state = inner.update(
+            _only(True, chosen, grads), state.inner_state, None if params is None else _only(True, chosen, params)
+        )
         return _merged(chosen, {True: done, False: _only(False, chosen, grads)}), MaskedState(inner_state)
 
     return GradientTransformation(init, update)
@@ -101,23 +110,46 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         {'bias': tensor([0.1000]), 'w': tensor([10.])}
     """
     where = "optim.partition"
-    problems = [] if isinstance(transformations, dict) else [f"transformations={shown(transformations)}: a dict of label -> optimizer"]
-    problems += [f"transformations[{k!r}]={shown(t)}: no optimizer" for k, t in (() if problems else transformations.items()) if not is_transformation(t)]
-    reject(where, problems, "e.g. optim.partition({'decay': optim.adamw(3e-4), 'rest': optim.sgd(0.1)}, lambda path, leaf: 'decay')")
+    problems = (
+        []
+        if isinstance(transformations, dict)
+        else [f"transformations={shown(transformations)}: a dict of label -> optimizer"]
+    )
+    problems += [
+        f"transformations[{k!r}]={shown(t)}: no optimizer"
+        for k, t in (() if problems else transformations.items())
+        if not is_transformation(t)
+    ]
+    reject(
+        where,
+        problems,
+        "e.g. optim.partition({'decay': optim.adamw(3e-4), 'rest': optim.sgd(0.1)}, lambda path, leaf: 'decay')",
+    )
     check_mask(where, labels, "labels")
 
     def choose(like: Tree) -> tuple[Tree, set[Any]]:
         chosen = _resolve(where, "labels", labels, like)
         flat = tree.leaves(chosen)
-        problems = [f"{path}: {label!r}" for path, label in zip(tree.paths(chosen, "params"), flat, strict=True) if label not in transformations]
+        problems = [
+            f"{path}: {label!r}"
+            for path, label in zip(tree.paths(chosen, "params"), flat, strict=True)
+            if label not in transformations
+        ]
         if problems:
             fix = f"give each a label among {', '.join(map(repr, transformations))}, or add a transformation"
-            raise FzeroValueError(message(where, f"{len(problems)} leaves have a label without a transformation", problems, fix))
+            raise FzeroValueError(
+                message(where, f"{len(problems)} leaves have a label without a transformation", problems, fix)
+            )
         return chosen, set(flat)
 
     def init(params: Tree) -> PartitionState:
         chosen, used = choose(params)
-        return PartitionState({label: t.init(_only(label, chosen, params)) if label in used else None for label, t in transformations.items()})
+        return PartitionState(
+            {
+                label: t.init(_only(label, chosen, params)) if label in used else None
+                for label, t in transformations.items()
+            }
+        )
 
     def update(grads: Tree, state: PartitionState, params: Tree = None) -> tuple[Tree, PartitionState]:
         chosen, used = choose(grads if params is None else params)
@@ -133,7 +165,8 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
 
 
 def check_mask(where: str, mask: Any, name: str = "mask") -> None:
-    """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that is no bool."""
+    """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that
+    is no bool."""
     if callable(mask) and not dataclasses.is_dataclass(mask):
         reject(where, function(name, mask, "path", "leaf"))
     elif name == "mask" and isinstance(mask, (str, int, float, torch.Tensor)) and not isinstance(mask, bool):
@@ -143,9 +176,15 @@ def check_mask(where: str, mask: Any, name: str = "mask") -> None:
 def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:
     """The mask as a tree of bools of the structure of params."""
     chosen = _resolve(where, "mask", True if mask is None else mask, params)
-    problems = [f"{path}: {tree.describe(m)}" for path, m in zip(tree.paths(chosen, "params"), tree.leaves(chosen), strict=True) if not isinstance(m, bool)]
+    problems = [
+        f"{path}: {tree.describe(m)}"
+        for path, m in zip(tree.paths(chosen, "params"), tree.leaves(chosen), strict=True)
+        if not isinstance(m, bool)
+    ]
     if problems:
-        raise FzeroTypeError(message(where, f"{len(problems)} leaves of the mask are not bools", problems, "use True and False"))
+        raise FzeroTypeError(
+            message(where, f"{len(problems)} leaves of the mask are not bools", problems, "use True and False")
+        )
     return chosen
 
 

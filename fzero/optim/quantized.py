@@ -1,13 +1,17 @@
-"""Moments in 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element a code that tells how large it is beside that.
+"""Moments in 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element a code that tells
+how large it is beside that.
 
-A moment's elements differ by many orders of magnitude, and small ones matter: an update divides by the root of the second moment. So
-codes are not even steps of the number but of a root of it, whose steps grow with the number: of the mean of gradients the square root, with a sign;
-of the mean of squares the fourth root, which is the square root of what is divided by. Square roots are rounded alike on every device.
+A moment's elements differ by many orders of magnitude, and small ones matter: an update divides by the root of the
+second moment. So codes are not even steps of the number but of a root of it, whose steps grow with the number: of the
+mean of gradients the square root, with a sign; of the mean of squares the fourth root, which is the square root of what
+is divided by. Square roots are rounded alike on every device.
 
-Measured on 300 steps of the GPT of benchmarks/convergence.py (3 layers, width 96), held-out loss beside fp32 moments: these codes +0.1 %; even steps of the
-mean of gradients and of the root of the mean of squares +0.5 %; even steps of both moments diverge, for second moments become 0.
+Measured on 300 steps of the GPT of benchmarks/convergence.py (3 layers, width 96), held-out loss beside fp32 moments:
+these codes +0.1 %; even steps of the mean of gradients and of the root of the mean of squares +0.5 %; even steps of
+both moments diverge, for second moments become 0.
 
-Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; there the steps are those of a "dynamic tree".
+Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; there the steps
+    are those of a "dynamic tree".
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from fzero.tree import Tree
 
 
 class Code(NamedTuple):
-    """A way to keep a tensor in 8 bits: `encode(share of the scale, in [-1, 1]) -> codes` and `decode(codes) -> share`."""
+    """A way to keep a tensor in 8 bits: `encode(share of the scale, in [-1, 1]) -> codes` and `decode(codes) ->
+    share`."""
 
     dtype: torch.dtype
     encode: Callable[[torch.Tensor], torch.Tensor]
@@ -55,12 +60,15 @@ POSITIVE = Code(torch.uint8, _encode_positive, _decode_positive)
 
 
 def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
-    """Zeros: for each code a tree of codes like `params`, then for each a tree of scales. A leaf without blocks (fewer than 4096 elements) has no
+    """Zeros: for each code a tree of codes like `params`, then for each a tree of scales. A leaf without blocks (fewer
+    than 4096 elements) has no
     scales: it is kept in float32."""
     check_floating(where, params)
 
     def zeros(code: Code, p: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(p, dtype=code.dtype if has_blocks(p.shape) else torch.float32, memory_format=torch.contiguous_format)
+        return torch.zeros_like(
+            p, dtype=code.dtype if has_blocks(p.shape) else torch.float32, memory_format=torch.contiguous_format
+        )
 
     def scales(p: torch.Tensor) -> torch.Tensor | None:
         return torch.zeros(blocks_shape(p.shape), dtype=torch.float32, device=p.device) if has_blocks(p.shape) else None
@@ -70,7 +78,8 @@ def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
 
 
 class Coded:
-    """What is done leaf by leaf with moments, done with their codes: decoded before, encoded after. For one walk over the leaves, in order."""
+    """What is done leaf by leaf with moments, done with their codes: decoded before, encoded after. For one walk over
+    the leaves, in order."""
 
     def __init__(self, codes: Sequence[Code], scales: Sequence[Tree]):
         self._codes = codes

@@ -1,7 +1,8 @@
 """Stochastic rounding: parameters that rest in bfloat16 without fp32 masters.
 
-An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of it). Rounded to nearest it is
-lost, every time; rounded up or down with probabilities in proportion to the distances, the mean over steps is the update.
+An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of
+it). Rounded to nearest it is lost, every time; rounded up or down with probabilities in proportion to the distances,
+the mean over steps is the update.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ _LOW = 1 << 16  # what bfloat16 drops of the bits of a float32
 def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, numel: int | None = None) -> torch.Tensor:
     """`x` in bfloat16, each element one of its two neighbours there, with probabilities such that the mean is `x`.
 
-    What bfloat16 can hold stays as it is, and so do infinities and NaN. Beyond the largest number the neighbour is infinity.
+    What bfloat16 can hold stays as it is, and so do infinities and NaN. Beyond the largest number the neighbour is
+    infinity.
 
     Args:
-        key: int64[3]; what is drawn depends on it and on the element's place in `x`, see [Note: keys and parts] (fzero/random.py).
+        key: int64[3]; what is drawn depends on it and on the element's place in `x`, see [Note: keys and parts]
+            (fzero/random.py).
         x: float32.
         start, numel: draw as for the elements from `start` on of a tensor of `numel` elements.
 
     Returns: bfloat16, of the shape of `x`.
 
-    Memory: 8 bytes an element for random words, and 12 for bits, run eagerly; compiled it is part of the kernel that makes `x`.
+    Memory: 8 bytes an element for random words, and 12 for bits, run eagerly; compiled it is part of the kernel that
+        makes `x`.
 
     Raises:
         FzeroTypeError: `x` is not float32.
@@ -42,7 +46,9 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
     """
     check_key("optim.stochastic_round", key)
     if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
-        raise FzeroTypeError(message("optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()"))
+        raise FzeroTypeError(
+            message("optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()")
+        )
     noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
     bits = x.view(torch.int32)
     low = bits & (_LOW - 1)

@@ -1,9 +1,9 @@
 """Learning rates as pure functions of the step.
 
-A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's device.
-Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as `torch.optim.lr_scheduler`
-does when its `step()` follows the optimizer's. Values are computed in float64 with tensor operations only, so that a
-schedule can be traced; any function that keeps to that is a schedule.
+A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's
+device. Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as
+`torch.optim.lr_scheduler` does when its `step()` follows the optimizer's. Values are computed in float64 with tensor
+operations only, so that a schedule can be traced; any function that keeps to that is a schedule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def linear(init: float, end: float, steps: int) -> Schedule:
 
 
 def cosine(init: float, end: float, steps: int) -> Schedule:
-    """From `init` at step 0 to `end` at step `steps`, along half a cosine; `end` from there on (Loshchilov & Hutter 2017, arXiv:1608.03983).
+    """From `init` at step 0 to `end` at step `steps`, along half a cosine; `end` from there on (Loshchilov & Hutter
+    2017, arXiv:1608.03983).
 
     Example:
         >>> cosine(1.0, 0.0, 10)(torch.tensor(5))
@@ -54,7 +55,8 @@ def cosine(init: float, end: float, steps: int) -> Schedule:
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
-    """A straight line from `init` at step 0 to `peak` at step `warmup_steps`, then half a cosine to `end` at step `total_steps`.
+    """A straight line from `init` at step 0 to `peak` at step `warmup_steps`, then half a cosine to `end` at step
+    `total_steps`.
 
     Args:
         peak: the highest value.
@@ -70,7 +72,13 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [round(warmup_cosine(1.0, 10, 110)(step).item(), 3) for step in (0, 5, 10, 60, 110)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    _check("warmup_cosine", {"peak": peak, "end": end, "init": init}, warmup_steps, ("total_steps", lambda: total_steps), total_steps=total_steps)
+    _check(
+        "warmup_cosine",
+        {"peak": peak, "end": end, "init": init},
+        warmup_steps,
+        ("total_steps", lambda: total_steps),
+        total_steps=total_steps,
+    )
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x = _float(step)
@@ -80,8 +88,11 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     return schedule
 
 
-def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
-    """A straight line up, `peak` for most of the run, a straight line down over the last `decay_steps` (Hu et al. 2024, arXiv:2404.06395).
+def warmup_stable_decay(
+    peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0
+) -> Schedule:
+    """A straight line up, `peak` for most of the run, a straight line down over the last `decay_steps` (Hu et al. 2024,
+    arXiv:2404.06395).
 
     Args:
         peak: value from step `warmup_steps` to step `total_steps - decay_steps`.
@@ -99,7 +110,14 @@ def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, total_
         [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
     """
     fits = "total_steps - decay_steps + 1", lambda: total_steps - decay_steps + 1
-    _check("warmup_stable_decay", {"peak": peak, "end": end, "init": init}, warmup_steps, fits, decay_steps=decay_steps, total_steps=total_steps)
+    _check(
+        "warmup_stable_decay",
+        {"peak": peak, "end": end, "init": init},
+        warmup_steps,
+        fits,
+        decay_steps=decay_steps,
+        total_steps=total_steps,
+    )
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x = _float(step)
@@ -109,7 +127,9 @@ def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, total_
     return schedule
 
 
-def warmup_lr(min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log") -> Schedule:
+def warmup_lr(
+    min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log"
+) -> Schedule:
     """DeepSpeed's `WarmupLR`: `min_lr + (max_lr - min_lr) * gamma`, gamma rising from 0 to 1 and then staying there.
 
     gamma is `log(step + 1) / log(warmup_steps)` or `step / warmup_steps` while `step < warmup_steps`; fewer than 2
@@ -141,11 +161,17 @@ def warmup_lr(min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 100
 
 
 def warmup_decay_lr(
-    total_steps: int, min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log"
+    total_steps: int,
+    min_lr: float = 0.0,
+    max_lr: float = 1e-3,
+    warmup_steps: int = 1000,
+    warmup_type: Literal["log", "linear"] = "log",
 ) -> Schedule:
-    """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then a straight line back to `min_lr` at step `total_steps`.
+    """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then a straight line back to `min_lr` at step
+    `total_steps`.
 
-    gamma is `max(0, (total_steps - step) / (total_steps - warmup_steps))` from step `warmup_steps` on. Steps are counted as in `warmup_lr`.
+    gamma is `max(0, (total_steps - step) / (total_steps - warmup_steps))` from step `warmup_steps` on. Steps are
+    counted as in `warmup_lr`.
 
     Args:
         total_steps: DeepSpeed's `total_num_steps`, at least `warmup_steps`.
@@ -155,13 +181,16 @@ def warmup_decay_lr(
         warmup_type: "log" or "linear".
 
     Raises:
-        FzeroValueError: step counts that do not fit together (DeepSpeed warns and drops to `min_lr` after the warm-up), or another `warmup_type`.
+        FzeroValueError: step counts that do not fit together (DeepSpeed warns and drops to `min_lr` after the warm-up),
+            or another `warmup_type`.
 
     Example:
         >>> [round(warmup_decay_lr(300, 0.0, 1.0, 100)(step).item(), 3) for step in (0, 9, 100, 200, 300)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    _check_warmup("warmup_decay_lr", {"min_lr": min_lr, "max_lr": max_lr}, warmup_steps, warmup_type, total_steps=total_steps)
+    _check_warmup(
+        "warmup_decay_lr", {"min_lr": min_lr, "max_lr": max_lr}, warmup_steps, warmup_type, total_steps=total_steps
+    )
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
         x, steps = _float(step), max(2, warmup_steps)
@@ -193,19 +222,34 @@ def _gamma(x: torch.Tensor, steps: int, kind: str) -> torch.Tensor:
     return torch.log(x + 1) / math.log(steps) if kind == "log" else x / steps
 
 
-def _check(where: str, numbers: dict[str, float], warmup_steps: float = 0, fits: tuple[str, Callable[[], float]] | None = None, **steps: float) -> None:
-    """Values that are finite numbers; `warmup_steps`, at least 0 and less than what `fits` names, and other counts of steps, at least 1."""
+def _check(
+    where: str,
+    numbers: dict[str, float],
+    warmup_steps: float = 0,
+    fits: tuple[str, Callable[[], float]] | None = None,
+    **steps: float,
+) -> None:
+    """Values that are finite numbers; `warmup_steps`, at least 0 and less than what `fits` names, and other counts of
+    steps, at least 1."""
     problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
     problems += [p for name, n in steps.items() for p in number(name, n, at_least=1, below=math.inf)]
     problems += number("warmup_steps", warmup_steps, at_least=0, below=math.inf)
-    if fits is not None and all(isinstance(n, (int, float)) for n in (warmup_steps, *steps.values())) and not warmup_steps < fits[1]():
+    if (
+        fits is not None
+        and all(isinstance(n, (int, float)) for n in (warmup_steps, *steps.values()))
+        and not warmup_steps < fits[1]()
+    ):
         problems.append(f"warmup_steps={warmup_steps}: must be at least 0 and less than {fits[0]}={fits[1]()}")
     reject(f"optim.{where}", problems)
 
 
 def _check_warmup(where: str, numbers: dict[str, float], warmup_steps: float, kind: str, **total: float) -> None:
     problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
-    problems += [p for name, n in {"warmup_steps": warmup_steps, **total}.items() for p in number(name, n, at_least=1, below=math.inf)]
+    problems += [
+        p
+        for name, n in {"warmup_steps": warmup_steps, **total}.items()
+        for p in number(name, n, at_least=1, below=math.inf)
+    ]
     if not problems and any(n < warmup_steps for n in total.values()):
         problems.append(f"total_steps={total['total_steps']}: must be at least warmup_steps={warmup_steps}")
     problems += [f"warmup_type={kind!r}: must be 'log' or 'linear'"] if kind not in ("log", "linear") else []

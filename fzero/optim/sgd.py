@@ -19,7 +19,8 @@ class TraceState(NamedTuple):
 
 
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
-    """Updates are `trace = grads + decay * trace`, or `grads + decay * trace` with that new trace for Nesterov momentum.
+    """Updates are `trace = grads + decay * trace`, or `grads + decay * trace` with that new trace for Nesterov
+    momentum.
 
     Args:
         decay: the momentum, at least 0 and less than 1.
@@ -47,7 +48,9 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> GradientTransformation:
+def sgd(
+    lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> GradientTransformation:
     """Gradient descent, equal to `torch.optim.SGD` with dampening 0 (Sutskever et al. 2013).
 
     Args:
@@ -68,9 +71,19 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
         >>> updates
         {'w': tensor([-0.2000])}
     """
-    check("optim.sgd", lr, not_negative={"weight_decay": weight_decay}, betas={"momentum": momentum}, flags={"nesterov": nesterov})
+    check(
+        "optim.sgd",
+        lr,
+        not_negative={"weight_decay": weight_decay},
+        betas={"momentum": momentum},
+        flags={"nesterov": nesterov},
+    )
     if nesterov and not momentum:
-        raise FzeroValueError(message("optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"))
+        raise FzeroValueError(
+            message(
+                "optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"
+            )
+        )
     links = [add_decayed_weights(weight_decay)] if weight_decay else []
     links += [trace(momentum, nesterov)] if momentum else []
     return chain(*links, scale_by_learning_rate(lr))

@@ -68,7 +68,9 @@ def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
 
 def set_to_zero() -> GradientTransformation:
     """Updates are zeros: in a `partition`, the label of what stays as it is."""
-    return stateless(lambda grads, params: leafwise("optim.set_to_zero", 1, lambda g: (torch.zeros_like(g),), grads=grads)[0])
+    return stateless(
+        lambda grads, params: leafwise("optim.set_to_zero", 1, lambda g: (torch.zeros_like(g),), grads=grads)[0]
+    )
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:

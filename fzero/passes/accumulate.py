@@ -12,38 +12,58 @@ from fzero.transforms.base import find
 
 
 def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
-    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: this rank's shape of each input that is cut."""
+    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: this rank's
+    shape of each input that is cut."""
     if num == 1:
         return program
     record = find(program.transforms, Accumulate)
-    lines, totals = _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
+    lines, totals = (
+        _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
+    )
     update = next(line for line in program.lines if line.op == "update")
     grads = {leaf: totals[name] for leaf, name in update.attrs["grads"].items()}
-    attrs = {**update.attrs, "grads": grads, **{kind: tuple(totals[name] for name in update.attrs[kind]) for kind in ("sums", "maxima")}}
+    attrs = {
+        **update.attrs,
+        "grads": grads,
+        **{kind: tuple(totals[name] for name in update.attrs[kind]) for kind in ("sums", "maxima")},
+    }
     update = replace(update.rename(totals), attrs=attrs)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
     return replace(program, inputs=inputs, lines=(*lines, update))
 
 
 def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
-    """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its total."""
+    """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its
+    total."""
     update = next(line for line in program.lines if line.op == "update")
     before = [
         line
         for line in program.lines
-        if line.attrs.get("scales") or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"])
+        if line.attrs.get("scales")
+        or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"])
     ]
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()
     names = Names(values)
     parts = {name: names(f"{name}_part") for name in batch}
-    body = [Line("take_part", (name,), (replace(values[name], name=part),), attrs={"count": num}, by="accumulate") for name, part in parts.items()]
+    body = [
+        Line("take_part", (name,), (replace(values[name], name=part),), attrs={"count": num}, by="accumulate")
+        for name, part in parts.items()
+    ]
     body += [line.rename(parts) for line in inside]
     totals: dict[str, str] = {}
     for name in _summands(update):
         value = values[name]
         totals[name] = names(f"{name}_total")
-        body.append(Line("accumulate", (name,), (Value(totals[name], value.shape, value.dtype),), attrs={"op": _how(update, name)}, by="accumulate"))
+        body.append(
+            Line(
+                "accumulate",
+                (name,),
+                (Value(totals[name], value.shape, value.dtype),),
+                attrs={"op": _how(update, name)},
+                by="accumulate",
+            )
+        )
     body = [replace(line, attrs={**line.attrs, "count": num}) if line.op == "part_index" else line for line in body]
     loop = Line("loop", attrs={"count": num}, body=tuple(_early(body)), by="accumulate")
     return [*before, loop], totals
@@ -59,7 +79,8 @@ def _how(update: Line, name: str) -> str:
 
 
 def _early(lines: list[Line]) -> list[Line]:
-    """Each `accumulate` right after the line that makes its summand, so that a whole gradient lives no longer than it must."""
+    """Each `accumulate` right after the line that makes its summand, so that a whole gradient lives no longer than it
+    must."""
     adds: dict[str, Line] = {line.args[0]: line for line in lines if line.op == "accumulate"}
     out: list[Line] = []
     for line in lines:
@@ -72,8 +93,9 @@ def _early(lines: list[Line]) -> list[Line]:
 def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
     """As `_looped`, without a loop: each line once a micro-batch before the next line.
 
-    What depends on neither the batch nor the micro-batch's number is made once. The first micro-batch's sums and gradients become the totals: as soon as
-    another's are made they are added to them in place. `micro` among a line's attributes: the micro-batch it is for, and how many there are.
+    What depends on neither the batch nor the micro-batch's number is made once. The first micro-batch's sums and
+    gradients become the totals: as soon as another's are made they are added to them in place. `micro` among a line's
+    attributes: the micro-batch it is for, and how many there are.
     """
     names, values = Names(program.values()), program.values()
     update = next(line for line in program.lines if line.op == "update")
@@ -83,7 +105,15 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
     for whole in batch:
         for m in range(num):
             new[m][whole] = names(f"{whole}_micro_{m}")
-            out.append(Line("take_part", (whole,), (replace(values[whole], name=new[m][whole]),), attrs={"micro": (m, num)}, by="accumulate"))
+            out.append(
+                Line(
+                    "take_part",
+                    (whole,),
+                    (replace(values[whole], name=new[m][whole]),),
+                    attrs={"micro": (m, num)},
+                    by="accumulate",
+                )
+            )
     for unit in _units(lines, summands):
         made = [v for line in unit for v in line.out]
         adds = [v for v in made if v.name in summands]
@@ -100,14 +130,16 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
                 group = [v for v in adds if _how(update, summands[v.name]) == op]
                 parts = tuple(new[k][v.name] for k in (0, m) for v in group)
                 totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
-                out += [Line("add", parts, totals, attrs={"micro": (m, num), "op": op}, by="accumulate")] if group else []
+                out += (
+                    [Line("add", parts, totals, attrs={"micro": (m, num), "op": op}, by="accumulate")] if group else []
+                )
                 new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
     return out, {name: new[0][summand] for summand, name in summands.items()}
 
 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
-    """The lines of loss and gradients, and what they make that is added up, by what it is to the update: of what other lines read too, a copy, as totals
-    are overwritten."""
+    """The lines of loss and gradients, and what they make that is added up, by what it is to the update: of what other
+    lines read too, a copy, as totals are overwritten."""
     update = next(line for line in program.lines if line.op == "update")
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines for a in line.args}

@@ -1,8 +1,8 @@
-"""Masters that rest off the device have beside them what the model computes with: copies in the compute dtype, which the update writes in the same pass. Acts
-on the program.
+"""Masters that rest off the device have beside them what the model computes with: copies in the compute dtype, which
+the update writes in the same pass. Acts on the program.
 
-Without it every step would cast the masters anew, after they were written, and move them once more. The copies are leaves of the state, in
-`extras['compute']`; they follow from the masters, so no checkpoint has them.
+Without it every step would cast the masters anew, after they were written, and move them once more. The copies are
+leaves of the state, in `extras['compute']`; they follow from the masters, so no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,23 @@ aten = torch.ops.aten
 
 
 def rewrite(program: Program, copies: Mapping[str, Leaf]) -> Program:
-    """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path of the master."""
-    casts = {x.args[0]: x for x in program.lines if x.op == "cast" and x.args[0] in copies and x.out[0].dtype == copies[x.args[0]].dtype}
+    """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path
+    of the master."""
+    casts = {
+        x.args[0]: x
+        for x in program.lines
+        if x.op == "cast" and x.args[0] in copies and x.out[0].dtype == copies[x.args[0]].dtype
+    }
     held = {master: leaf for master, leaf in copies.items() if master in casts}
     if not held:
         return program
     names = {casts[master].out[0].name: leaf.path for master, leaf in held.items()}
     dropped = set(map(id, casts.values()))
     lines = [line.rename(names) for line in program.lines if id(line) not in dropped]
-    lines = [_written(line, {m: leaf for m, leaf in held.items() if m in line.writes}) if line.op == "update" else line for line in lines]
+    lines = [
+        _written(line, {m: leaf for m, leaf in held.items() if m in line.writes}) if line.op == "update" else line
+        for line in lines
+    ]
     owners = {**program.owners, **{leaf.path: program.owners[m] for m, leaf in held.items() if m in program.owners}}
     return replace(
         program,

@@ -1,9 +1,11 @@
-"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted out.
+"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars
+hoisted out.
 
-The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and depend on all
-leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels, each a function of
-scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at once; last come the functions that
-write new parameters and state in place. A leaf value that two levels need is computed twice: reading it again would cost as much.
+The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
+depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,
+each a function of scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at
+once; last come the functions that write new parameters and state in place. A leaf value that two levels need is
+computed twice: reading it again would cost as much.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ NOBODY: Owner = (-1, 0)
 
 def cut_update(program: Program) -> Program:
     """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
-    return program.map_lines(lambda line: [line]) if not any(x.op == "update" for x in program.lines) else _Cutter(program).program
+    return (
+        program.map_lines(lambda line: [line])
+        if not any(x.op == "update" for x in program.lines)
+        else _Cutter(program).program
+    )
 
 
 class _Cutter:
@@ -45,13 +51,22 @@ class _Cutter:
         self.line = update
         source: Recorded = update.attrs["graph"]
         places = source.inputs
-        named = {**update.attrs.get("leaf", {}), **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()}}
+        named = {
+            **update.attrs.get("leaf", {}),
+            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()},
+        }
 
         def cut_as(name: str) -> Cut | None:
             placement, size = self.values[name].placement, program.mesh.axis_size
-            return Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
+            return (
+                Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
+            )
 
-        sharded = {p: Sharded(named.get(a, a), c) for p, a in zip(places, update.args, strict=True) if (c := cut_as(a)) is not None}
+        sharded = {
+            p: Sharded(named.get(a, a), c)
+            for p, a in zip(places, update.args, strict=True)
+            if (c := cut_as(a)) is not None
+        }
         self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
@@ -66,22 +81,30 @@ class _Cutter:
         self._pack()
         self._emit()
         at = program.lines.index(update)
-        self.program = replace(program, lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]), functions=self.functions.by_name)
+        self.program = replace(
+            program,
+            lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]),
+            functions=self.functions.by_name,
+        )
 
     def _copy_moved(self) -> None:
-        """Copies what only changes its place, such as a gradient that is kept, or two leaves that are exchanged: targets are overwritten one by one."""
+        """Copies what only changes its place, such as a gradient that is kept, or two leaves that are exchanged:
+        targets are overwritten one by one."""
         graph, outputs = self.graph.graph, self.graph.outputs
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
             for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
                 if node in views or self.name.get(node, target) != target:
-                    outputs[i] = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+                    outputs[i] = graph.call_function(
+                        aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                    )
                     value = torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format, device="meta")
                     outputs[i].meta.update(node.meta, val=value)
         last.args = (tuple(outputs),)
 
     def _owners(self, program: Program) -> dict[fx.Node, Owner]:
-        """The block that every leaf value belongs to, and its tier: values that meet in an operation belong together, on the tier farthest from the device."""
+        """The block that every leaf value belongs to, and its tier: values that meet in an operation belong together,
+        on the tier farthest from the device."""
         parent: dict[fx.Node, fx.Node] = {}
 
         def root(node: fx.Node) -> fx.Node:
@@ -95,7 +118,9 @@ class _Cutter:
                 for arg in node.all_input_nodes:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
-        for target, node in zip(self.line.writes, self.outputs, strict=False):  # a leaf belongs to its new value, though it may not read it
+        for target, node in zip(
+            self.line.writes, self.outputs, strict=False
+        ):  # a leaf belongs to its new value, though it may not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
@@ -118,12 +143,15 @@ class _Cutter:
         return level
 
     def _pack(self) -> None:
-        """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move and read."""
+        """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move
+        and read."""
         level, graph = self._levels(), self.graph.graph
         groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if reduces(node):
-                groups[level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)].append(node)
+                groups[
+                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)
+                ].append(node)
         last = graph.output_node()
         for (_, owner, dtype, across), group in groups.items():
             if len(group) == 1:
@@ -142,7 +170,9 @@ class _Cutter:
                     one = graph.call_function(aten.select.int, (whole, 0, i))
                     one.meta["val"] = scalar.meta["val"].reshape(())
                     one = self._shaped(one, tuple(scalar.meta["val"].shape))
-                    scalar.replace_all_uses_with(one, delete_user_cb=lambda user, kept=(packed, *flat): user not in kept)
+                    scalar.replace_all_uses_with(
+                        one, delete_user_cb=lambda user, kept=(packed, *flat): user not in kept
+                    )
             for node, scalar in zip(group, scalars, strict=True):
                 node.meta.pop("reduction", None)
                 node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
@@ -153,7 +183,8 @@ class _Cutter:
         _sort(graph)
 
     def _shaped(self, node: fx.Node, shape: tuple[int, ...], owner: Owner | None = None) -> fx.Node:
-        """A value of one element in this shape: some reductions keep dims. `owner`: whose function it is part of, if it is of a block's."""
+        """A value of one element in this shape: some reductions keep dims. `owner`: whose function it is part of, if it
+        is of a block's."""
         if node.meta["val"].shape == shape:
             return node
         new = self.graph.graph.call_function(aten.reshape.default, (node, list(shape)))
@@ -165,17 +196,32 @@ class _Cutter:
     def _emit(self) -> None:
         nodes, level = list(self.graph.graph.nodes), self._levels()
         needed = ancestors(self.outputs, stop=set())
-        stop = {n for n in nodes if n.op == "placeholder" or n.target in (cut, all_reduce) or reduces(n) or not (n.op == "get_attr" or is_leaf_value(n))}
+        stop = {
+            n
+            for n in nodes
+            if n.op == "placeholder"
+            or n.target in (cut, all_reduce)
+            or reduces(n)
+            or not (n.op == "get_attr" or is_leaf_value(n))
+        }
         levels = sorted({level[n] for n in nodes if n in needed and n.op != "output"})
         for at in levels:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
                     shape, axes = node.args
-                    self._line("num_valid", (), node, attrs={"shape": shape, "axes": axes}, placement=Placement("local", axes))
+                    self._line(
+                        "num_valid", (), node, attrs={"shape": shape, "axes": axes}, placement=Placement("local", axes)
+                    )
                 elif node.target is draw_start:
                     base, shape, axes = node.args
-                    self._line("draw_start", (), node, {"base": base, "shape": shape, "axes": axes}, Placement("local", axes) if axes else WHOLE)
+                    self._line(
+                        "draw_start",
+                        (),
+                        node,
+                        {"base": base, "shape": shape, "axes": axes},
+                        Placement("local", axes) if axes else WHOLE,
+                    )
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
             for node in here:
                 if node.target is cut:
@@ -192,7 +238,12 @@ class _Cutter:
         for target, node in writes:
             targets[node].append(target)
         for group in self._by_owner([n for n in targets if is_leaf_value(n)]):
-            self._function("update", [n for n in group for _ in targets[n]], tuple(t for n in group for t in targets[n]), stop - set(group))
+            self._function(
+                "update",
+                [n for n in group for _ in targets[n]],
+                tuple(t for n in group for t in targets[n]),
+                stop - set(group),
+            )
         for target, node in writes:
             if not is_leaf_value(node):
                 self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
@@ -210,7 +261,9 @@ class _Cutter:
         return self.names(f"s_{self.num_scalars - 1}")
 
     def _is_scalar(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and not is_leaf_value(node) and not reduces(node) and node.target not in MARKERS
+        return (
+            node.op == "call_function" and not is_leaf_value(node) and not reduces(node) and node.target not in MARKERS
+        )
 
     def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
         inside, returned = set(nodes), set(self.outputs)
@@ -229,7 +282,8 @@ class _Cutter:
         return [list(groups[owner]) for owner in sorted(groups)]
 
     def _function(self, name: str, outputs: list[fx.Node], targets: tuple[str, ...], stop: set[fx.Node]) -> None:
-        """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of returning them."""
+        """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of
+        returning them."""
         needed = ancestors(outputs, stop)
         inputs = sorted({n for n in needed if n in stop} | {self.place[t] for t in targets})
         part = Part(self.graph, inputs, outputs)
@@ -258,22 +312,41 @@ class _Cutter:
         self._line("take_shard", (self.name[source],), node, {"axes": axes}, Placement("shard", axes), shape)
 
     def _line(
-        self, op: str, args: tuple[str, ...], node: fx.Node, attrs: dict[str, object], placement: Placement = WHOLE, shape: tuple[int, ...] | None = None
+        self,
+        op: str,
+        args: tuple[str, ...],
+        node: fx.Node,
+        attrs: dict[str, object],
+        placement: Placement = WHOLE,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         """A line that makes a node; `shape`: of the whole, where a rank has its shard."""
         self.name[node] = self._scalar_name(node)
         shape = tuple(node.meta["val"].shape) if shape is None else shape
-        self.lines.append(Line(op, args, (Value(self.name[node], shape, node.meta["val"].dtype, placement),), attrs=attrs, by="optimizer"))
+        self.lines.append(
+            Line(
+                op,
+                args,
+                (Value(self.name[node], shape, node.meta["val"].dtype, placement),),
+                attrs=attrs,
+                by="optimizer",
+            )
+        )
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars and travel together."""
+        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
+        and travel together."""
         for op in ("sum", "max", "min"):
-            group = {n: tuple(n.args[2]) for n in nodes if n.args[1] == op}  # and the axes it is still to be reduced over
+            group = {
+                n: tuple(n.args[2]) for n in nodes if n.args[1] == op
+            }  # and the axes it is still to be reduced over
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
-                self.lines.append(Line("all_reduce_start", args, (handle,), attrs={"axes": (left[0],), "op": op}, by="optimizer"))
+                self.lines.append(
+                    Line("all_reduce_start", args, (handle,), attrs={"axes": (left[0],), "op": op}, by="optimizer")
+                )
                 out = []
                 for node in here:
                     group[node] = tuple(a for a in group[node] if a != left[0])

@@ -1,7 +1,8 @@
-"""A block whose backward follows its forward at once is one function: nothing is saved, nothing recomputed, its parameters are gathered once.
+"""A block whose backward follows its forward at once is one function: nothing is saved, nothing recomputed, its
+parameters are gathered once.
 
-That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward) taken in. Glue that
-reads parameters is left alone: taken in, it would hold them beside the block's.
+That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
+taken in. Glue that reads parameters is left alone: taken in, it would hold them beside the block's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fzero.trace.record import Recorded, merge_equal
 
 
 def rewrite(program: Program) -> Program:
-    """The base program with the last block's forward and vjp as one line, `..._value_and_grad`, where nothing but glue lies between them."""
+    """The base program with the last block's forward and vjp as one line, `..._value_and_grad`, where nothing but glue
+    lies between them."""
     lines = list(program.lines)
     found = _between(program)
     if found is None:
@@ -37,7 +39,8 @@ def rewrite(program: Program) -> Program:
 
 
 def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> tuple[Recorded, tuple[str, ...]]:
-    """The function that a run of calls is, from the values it reads to `outputs`, and the names of what it reads. Equal operations are one."""
+    """The function that a run of calls is, from the values it reads to `outputs`, and the names of what it reads. Equal
+    operations are one."""
     graph, constants = fx.Graph(), dict[str, torch.Tensor]()
     made = {v.name for line in lines for v in line.out}
     args = tuple(dict.fromkeys(a for line in lines for a in line.args if a not in made))

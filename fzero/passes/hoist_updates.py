@@ -1,7 +1,9 @@
-"""What follows the last block where it may first run: the update of a block right after the backward that makes its gradients, if nothing of all leaves, such
-as a norm to clip by, must be known before. So gradients need not pile up, and what moves the state of one block runs beside the backward of the next.
+"""What follows the last block where it may first run: the update of a block right after the backward that makes its
+gradients, if nothing of all leaves, such as a norm to clip by, must be known before. So gradients need not pile up, and
+what moves the state of one block runs beside the backward of the next.
 
-Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that block to run meanwhile.
+Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that
+block to run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from fzero.program.ops import COLLECTIVES, OPS
 
 
 def hoist_updates(program: Program) -> Program:
-    """The program with each line of the optimizer, and of what else follows the last block, right after the last line that it must come after, or, of the
-    optimizer, a block later."""
+    """The program with each line of the optimizer, and of what else follows the last block, right after the last line
+    that it must come after, or, of the optimizer, a block later."""
     optimizer = next((i for i, line in enumerate(program.lines) if line.by == "optimizer"), None)
     if optimizer is None:
         return program
-    first = next((i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or "joint" in program.lines[i].attrs), optimizer)
+    first = next(
+        (i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or "joint" in program.lines[i].attrs),
+        optimizer,
+    )
     after = _Dependencies(program)
     slots: list[list[Line]] = [[line] for line in program.lines[:first]]  # a line, and those that come right after it
     for i, line in enumerate(program.lines[:first]):
@@ -38,7 +43,8 @@ def hoist_updates(program: Program) -> Program:
 
 
 def _next_blocks(lines: Sequence[Line]) -> list[int]:
-    """For each line where the next block after it has run, and what it made is on its way to the other ranks; at the end the last line."""
+    """For each line where the next block after it has run, and what it made is on its way to the other ranks; at the
+    end the last line."""
     out, found = [len(lines) - 1] * len(lines), len(lines) - 1
     for i in reversed(range(len(lines))):
         out[i] = found
@@ -51,7 +57,8 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
 
 
 class _Dependencies:
-    """After which line another may run: what it reads has been made, and nobody reads any more, or moves, what it writes."""
+    """After which line another may run: what it reads has been made, and nobody reads any more, or moves, what it
+    writes."""
 
     def __init__(self, program: Program):
         self._aliases = Aliases(program.functions)
@@ -75,7 +82,9 @@ class _Dependencies:
     def ran(self, line: Line, at: int) -> None:
         if line.op in COLLECTIVES:
             self._started[line.out[0].name] = line
-        moved = self._started[line.args[0]].args if OPS[line.op].waits and line.args[0] in self._started else ()  # a transfer reads until its wait
+        moved = (
+            self._started[line.args[0]].args if OPS[line.op].waits and line.args[0] in self._started else ()
+        )  # a transfer reads until its wait
         self._arriving.update(v.name for v in line.out if moved)
         for name in (*_read(line), *moved):
             for root in self._roots(name):

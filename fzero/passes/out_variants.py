@@ -1,4 +1,5 @@
-"""The functions of a program whose lines say where results are to be written: each writes those, and returns the rest."""
+"""The functions of a program whose lines say where results are to be written: each writes those, and returns the
+rest."""
 
 from __future__ import annotations
 
@@ -21,14 +22,20 @@ def with_functions(program: Program) -> Program:
             names[name, into] = new
             functions[new] = _writing(program.functions[name], new, into)
     new = lambda line: names.get((line.fn, _indices(line)), line.fn) if line.op == "call" else line.fn  # noqa: E731
-    return replace(program.map_lines(lambda line: [line if new(line) == line.fn else replace(line, fn=new(line))]), functions=functions)
+    return replace(
+        program.map_lines(lambda line: [line if new(line) == line.fn else replace(line, fn=new(line))]),
+        functions=functions,
+    )
 
 
-_variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]], Function]] = weakref.WeakKeyDictionary()
+_variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]], Function]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _writing(function: Function, name: str, into: tuple[int, ...]) -> Function:
-    """A function that writes these results into buffers: the same object whenever it is asked for, for what is known of it is kept by object."""
+    """A function that writes these results into buffers: the same object whenever it is asked for, for what is known of
+    it is kept by object."""
     known = _variants.setdefault(function, {})
     return known.setdefault((name, into), replace(function, name=name, into=into))
 

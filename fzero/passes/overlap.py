@@ -1,7 +1,9 @@
-"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which lines there are of
-a kind is settled here too: gathers that forward and backward share, and small ones that travel together.
+"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which
+lines there are of a kind is settled here too: gathers that forward and backward share, and small ones that travel
+together.
 
-Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses (fzero/lowering/budget.py).
+Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
+(fzero/lowering/budget.py).
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ class Order:
     """What an order is free to choose.
 
     Attributes:
-        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay whole in between.
-        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are whole at a time.
-        coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and all together no more than
-            the largest of their kind.
+        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
+            whole in between.
+        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are
+            whole at a time.
+        coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and
+            all together no more than the largest of their kind.
     """
 
     shared: int = 0
@@ -77,7 +81,11 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 def coalescable(program: Program, limit: int) -> bool:
     """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
-    sent = [(x.op, transfer_bytes(x, program.values_by_name, program.mesh)) for x, _ in program.walk() if x.op in (_GATHER, _SCATTER)]
+    sent = [
+        (x.op, transfer_bytes(x, program.values_by_name, program.mesh))
+        for x, _ in program.walk()
+        if x.op in (_GATHER, _SCATTER)
+    ]
     return any(sum(nbytes < limit for op, nbytes in sent if op == kind) > 1 for kind in (_GATHER, _SCATTER))
 
 
@@ -85,19 +93,34 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
     """The program without these second gathers: what reads them reads what the first ones left."""
     waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
     again = set(pairs.values())
-    names = {b.name: a.name for first, second in pairs.items() for a, b in zip(waits[first].out, waits[second].out, strict=True)}
-    casts = {a for x, _ in program.walk() if x.op == _GATHER and x.out[0].name in again for a in x.args if a not in program.leaves}
+    names = {
+        b.name: a.name
+        for first, second in pairs.items()
+        for a, b in zip(waits[first].out, waits[second].out, strict=True)
+    }
+    casts = {
+        a
+        for x, _ in program.walk()
+        if x.op == _GATHER and x.out[0].name in again
+        for a in x.args
+        if a not in program.leaves
+    }
 
     def visit(line: Line) -> list[Line]:
         made = line.out[0].name if line.out else ""
-        dropped = (line.op == _GATHER and made in again) or (OPS[line.op].waits and line.args[0] in again) or (line.op == "cast" and made in casts)
+        dropped = (
+            (line.op == _GATHER and made in again)
+            or (OPS[line.op].waits and line.args[0] in again)
+            or (line.op == "cast" and made in casts)
+        )
         return [] if dropped else [line.rename(names)]
 
     return program.map_lines(visit)
 
 
 def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
-    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a reduction the one after."""
+    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
+    reduction the one after."""
     transfers = [x for x in lines if x.op == op]
     largest = max((sent(x) for x in transfers), default=0)
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
@@ -106,7 +129,9 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
         last = groups[-1] if groups else []
         alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
         fits = alike and sum(map(sent, last)) + sent(line) <= largest
-        if fits and not (_read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)):
+        if fits and not (
+            _read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)
+        ):
             last.append(line)
         else:
             groups.append([line])
@@ -132,15 +157,19 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
 
 
 def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
-    """Whether what a later gather reads is made, or written, after an earlier one; casts of shards can be made sooner."""
+    """Whether what a later gather reads is made, or written, after an earlier one; casts of shards can be made
+    sooner."""
     after = next(i for i, x in enumerate(lines) if x is first)
-    made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {w for x in lines[after:] for w in x.writes}
+    made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {
+        w for x in lines[after:] for w in x.writes
+    }
     sources = {v.name: x.args[0] for x in lines if x.op == "cast" for v in x.out}
     return any(a in made or sources.get(a, a) in made for a in later.args)
 
 
 def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
-    """Whether what earlier reductions bring is read before a later one is waited for: it may be reduced over a second axis at once."""
+    """Whether what earlier reductions bring is read before a later one is waited for: it may be reduced over a second
+    axis at once."""
     brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
     end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
     return any(a in brought for x in lines[:end] for a in x.args)
@@ -155,16 +184,19 @@ def _is_update(line: Line) -> bool:
 
 
 _CARRIED = {"cast", "wait", *COPIES}
-"""What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for it."""
+"""What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for
+it."""
 
 
 def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
-    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of its inputs is made; one that is hoisted
-    "at once", to there however far it is, unless all that it moves are leaves. What was written in this step starts right behind that too, but for what was
-    written to disk, where it waits for room: that starts once it is there.
+    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of
+    its inputs is made; one that is hoisted "at once", to there however far it is, unless all that it moves are leaves.
+    What was written in this step starts right behind that too, but for what was written to disk, where it waits for
+    room: that starts once it is there.
 
-    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more micro-batches count with it, but for a transfer
-    that is for one of them alone. What is for an update starts before the update `ahead` of it: between two of them a block may run.
+    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more
+    micro-batches count with it, but for a transfer that is for one of them alone. What is for an update starts before
+    the update `ahead` of it: between two of them a block may run.
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
     fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
@@ -179,7 +211,8 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
     passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
     def upstream(line: Line) -> tuple[set[int], set[int], bool]:
-        """The lines that come along, those that must come before, and whether one of these writes what is moved, other than to disk."""
+        """The lines that come along, those that must come before, and whether one of these writes what is moved, other
+        than to disk."""
         carried = set[int]()
         makers, written = set[int](), False
         todo = [line]
@@ -201,7 +234,11 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
             reader = readers.get(line.out[0].name)
             counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
             if reader is not None and _is_update(reader):  # the first ones start before blocks
-                counted, before = (updates, passed[True]) if passed[True] >= ahead else (blocks | updates, passed[True] + passed[False])
+                counted, before = (
+                    (updates, passed[True])
+                    if passed[True] >= ahead
+                    else (blocks | updates, passed[True] + passed[False])
+                )
             far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
             left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
             after: list[Line] = []  # from the last
@@ -239,7 +276,9 @@ def _readers(lines: Sequence[Line]) -> dict[str, Line]:
             line = next((first[v.name] for v in made if v.name in first), None)
         return line
 
-    found = {handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()}
+    found = {
+        handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()
+    }
     return {handle: line for handle, line in found.items() if line is not None}
 
 
@@ -250,9 +289,9 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
 
 
 def _sink_waits(lines: Sequence[Line]) -> list[Line]:
-    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy to the host, to one block later
-    at most: than where it is, or, of what leaves for the host, than its start, whatever is updated in between. What the device stores goes on while the host
-    updates another block."""
+    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy
+    to the host, to one block later at most: than where it is, or, of what leaves for the host, than its start, whatever
+    is updated in between. What the device stores goes on while the host updates another block."""
     away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
     reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out} | {*away}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
@@ -268,8 +307,16 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
                 held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
             continue
         block = _is_block(line) and not repeats(line)
-        counted = reduced if block else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving) if _is_update(line) else ()
-        done = reduced if line.body and line.args else ()  # what was written on a guess is written before it is known to be right
+        counted = (
+            reduced
+            if block
+            else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving)
+            if _is_update(line)
+            else ()
+        )
+        done = (
+            reduced if line.body and line.args else ()
+        )  # what was written on a guess is written before it is known to be right
         if line.op == "disk_read_start":  # what was written to disk is there before it is read again
             done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
         due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
@@ -282,14 +329,17 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
 
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:
-    """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are alive and not all."""
+    """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are
+    alive and not all."""
     targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
     starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
     finish: dict[int, list[Line]] = {}  # start -> what is done right after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
-        finish.setdefault(id(following), []).extend([wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()])
+        finish.setdefault(id(following), []).extend(
+            [wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()]
+        )
     moved = {id(x) for group in finish.values() for x in group}
     out: list[Line] = []
     for line in lines:

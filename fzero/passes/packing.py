@@ -1,10 +1,12 @@
-"""Places in one arena for buffers whose times are known: those that are taken at the same time may not overlap, and the arena is to be small.
+"""Places in one arena for buffers whose times are known: those that are taken at the same time may not overlap, and the
+arena is to be small.
 
-At no time can it be smaller than what is taken then. Placing one after the other, each as low as it may, the largest first, mostly comes close to that. Where
-it does not, other orders are tried, and from some of them a few steps in which what came to lie on top is placed sooner.
+At no time can it be smaller than what is taken then. Placing one after the other, each as low as it may, the largest
+first, mostly comes close to that. Where it does not, other orders are tried, and from some of them a few steps in which
+what came to lie on top is placed sooner.
 
-Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020. By contention: Maas et al., TelaMalloc: efficient on-chip
-memory allocation for production machine learning accelerators, ASPLOS 2023.
+Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020. By contention: Maas
+et al., TelaMalloc: efficient on-chip memory allocation for production machine learning accelerators, ASPLOS 2023.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def _packings(items: Sequence[Item], taken: Sequence[int]) -> Iterator[Packing]:
 
 
 def _meetings(items: Sequence[Item]) -> list[list[int]]:
-    """For each item those that are taken at some of its times: one that is so more than once may stand there as often."""
+    """For each item those that are taken at some of its times: one that is so more than once may stand there as
+    often."""
     rows = sorted((a, b, i) for i, x in enumerate(items) for a, b in x.times)
     starts, out = [a for a, _, _ in rows], [list[int]() for _ in items]
     for k, (_, b, i) in enumerate(rows):
@@ -99,7 +102,9 @@ def _meetings(items: Sequence[Item]) -> list[list[int]]:
 def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequence[int]]) -> Packing:
     """Each of the items in this order as low as those placed before allow."""
     offsets = [-1] * len(items)
-    taken: list[list[Interval]] = [[] for _ in items]  # by those that are placed: of what is not yet, the bytes it may not have, in order
+    taken: list[list[Interval]] = [
+        [] for _ in items
+    ]  # by those that are placed: of what is not yet, the bytes it may not have, in order
     for i in order:
         nbytes, _, align = items[i]
         at = 0

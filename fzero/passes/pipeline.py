@@ -3,8 +3,8 @@
     base program -- remat, accumulate, shard, cut_update -->
     lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program
 
-A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once (fzero/lowering/variants.py). Of what is taken
-the program is verified after every pass; a violation names the pass.
+A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once
+(fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a violation names the pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,23 @@ from fzero.program.verify import verify
 from fzero.program.verify_pool import check
 from fzero.transforms.shard import Zero
 
-Name = Literal["trace", "fuse", "copies", "remat", "accumulate", "shard", "cut_update", "speculate", "hoist_updates", "tiers", "overlap", "rename", "pool"]
-"""The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to cut, and some passes less."""
+Name = Literal[
+    "trace",
+    "fuse",
+    "copies",
+    "remat",
+    "accumulate",
+    "shard",
+    "cut_update",
+    "speculate",
+    "hoist_updates",
+    "tiers",
+    "overlap",
+    "rename",
+    "pool",
+]
+"""The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to
+cut, and some passes less."""
 
 
 class Sides(NamedTuple):
@@ -94,7 +109,11 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
     """
     blocks: dict[Any, Choices] = {}
     return (
-        Pass("remat", lambda program, choice: remat.rewrite(program, choice.remat, blocks), lambda program, choice: remat.kept(program, choice.remat, blocks)),
+        Pass(
+            "remat",
+            lambda program, choice: remat.rewrite(program, choice.remat, blocks),
+            lambda program, choice: remat.kept(program, choice.remat, blocks),
+        ),
         Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
         Pass(
             "shard",
@@ -108,7 +127,9 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
 CLOSING = (
     Pass("speculate", lambda program, chosen: speculate(program, chosen.guess)),
     Pass("hoist_updates", lambda program, _: hoist_updates(program)),
-    Pass("tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))),
+    Pass(
+        "tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))
+    ),
     Pass("overlap", lambda program, chosen: overlap(program, chosen.order)),
     Pass("rename", lambda program, _: apart(program)),
     Pass("pool", lambda program, _: pool.place(program), check=check),

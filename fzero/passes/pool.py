@@ -1,14 +1,15 @@
-"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On the CPU, where fresh memory costs
-more than arithmetic, what functions hand to later lines lies in it too.
+"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On
+the CPU, where fresh memory costs more than arithmetic, what functions hand to later lines lies in it too.
 
-A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from the line that first writes
-it to the last that reads it, and what a transfer reads on other ranks' behalf until they are known to have read it (see [Note: release] in program/liveness.py). Regions
-whose times do not meet share bytes. So two blocks' gathers alternate between two places, gradients are made where they are
-reduced, and the peak is known.
+A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from
+the line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
+known to have read it (see [Note: release] in program/liveness.py). Regions whose times do not meet share bytes. So two
+blocks' gathers alternate between two places, gradients are made where they are reduced, and the peak is known.
 
-Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as is what a
-gather reads, which may lie in such a region: a block's state that comes from disk is
-updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one written.
+Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as
+is what a gather reads, which may lie in such a region: a block's state that comes from disk is
+updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one
+updated, one written.
 """
 
 from __future__ import annotations
@@ -35,10 +36,20 @@ def place(program: Program) -> Program:
 class _Placer:
     def __init__(self, program: Program):
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
-        self.lines, self.made, self.reads, self.views, self.waits = uses.lines, uses.made, uses.reads, uses.views, uses.waits
+        self.lines, self.made, self.reads, self.views, self.waits = (
+            uses.lines,
+            uses.made,
+            uses.reads,
+            uses.views,
+            uses.waits,
+        )
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args}
-        self.adds = {a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)}
+        self.scattered = {
+            a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args
+        }
+        self.adds = {
+            a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
+        }
         self.slots: dict[str, Slot] = {}  # values that lie in the pool
         self.into: dict[int, list[Slot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
@@ -47,7 +58,13 @@ class _Placer:
     def run(self) -> Program:
         for i, line in self._with("total", "sum").items():
             self._total(i, line) if OPS[line.op].outlives else self._sum(i, line)
-        kinds = {"gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "fetch": self._fetch, "leaves": self._leaves}
+        kinds = {
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "reduce": self._reduce,
+            "fetch": self._fetch,
+            "leaves": self._leaves,
+        }
         for i, line in self._with(*kinds).items():
             kinds[OPS[line.op].pool](i, line)
         results = {i: line for i, line in self._with("results").items() if not line.writes}
@@ -57,7 +74,9 @@ class _Placer:
         if self.mesh.device_type == "cpu":
             for i, line in results.items():
                 self._results(i, line)
-        pool_bytes, host_pool_bytes = (assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host"))
+        pool_bytes, host_pool_bytes = (
+            assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host")
+        )
         numbers = iter(range(len(self.lines)))
 
         def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -68,7 +87,9 @@ class _Placer:
             return tuple(out)
 
         lines = visit(self.program.lines)
-        return with_functions(replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes))
+        return with_functions(
+            replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
+        )
 
     def _with(self, *kinds: str) -> dict[int, Line]:
         """The lines whose results lie in the pool in one of these ways (`Op.pool`), by number."""
@@ -82,15 +103,20 @@ class _Placer:
             return line
         size = self.mesh.axis_size
         if number in self.parts:
-            return replace(line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots))
+            return replace(
+                line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots)
+            )
         if line.op in STARTS:
             return replace(line, into=tuple(s and s.place() for s in slots))
-        return replace(line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True)))
+        return replace(
+            line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True))
+        )
 
     # --- the regions of each kind of line ---
 
     def _total(self, number: int, line: Line) -> None:
-        """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that may read it."""
+        """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that
+        may read it."""
         value, span = line.out[0], self.lines[number][1]
         region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
@@ -99,8 +125,8 @@ class _Placer:
         self.into[number] = [self.slots[value.name]]
 
     def _sum(self, number: int, line: Line) -> None:
-        """Totals that are added to where they lie: each from where it is made to its last reader, padded like those of a loop. What is added lies in the pool
-        too, as long as it must: one function makes the one and the other."""
+        """Totals that are added to where they lie: each from where it is made to its last reader, padded like those of
+        a loop. What is added lies in the pool too, as long as it must: one function makes the one and the other."""
         num, parts = len(line.out), self._region()
         for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
             slot = self.slots.get(total)
@@ -135,11 +161,19 @@ class _Placer:
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v) for a, v in zip(line.args, outs, strict=True)]
+        slots = [
+            region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            for a, v in zip(line.args, outs, strict=True)
+        ]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
-            if maker is not None and self.reads[name] == 1 and self._is_copy(maker) and self.uses.same_loop(maker, number):
+            if (
+                maker is not None
+                and self.reads[name] == 1
+                and self._is_copy(maker)
+                and self.uses.same_loop(maker, number)
+            ):
                 self.into[maker], self.parts[maker] = [slot], axes
                 begins = min(begins, maker)
         self.into[number], self.into[wait] = list(slots), list(slots)
@@ -150,7 +184,10 @@ class _Placer:
         axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes))) for a in line.args]
+        wholes = [
+            self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes)))
+            for a in line.args
+        ]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
@@ -180,7 +217,8 @@ class _Placer:
                 self._take(slot.region, number, last, wait, axes)
 
     def _fetch(self, number: int, line: Line) -> None:
-        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is made in the pool too."""
+        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is
+        made in the pool too."""
         if line.writes or stays(line, self.mesh):
             return
         wait = self.waits[line.out[0].name]
@@ -199,7 +237,8 @@ class _Placer:
         return not line.fn and OPS[line.op].pool == "results"
 
     def _leaves(self, number: int, line: Line) -> None:
-        """A region for the results of a line, which come from a tier, or are to go to one; written from line `number` on."""
+        """A region for the results of a line, which come from a tier, or are to go to one; written from line `number`
+        on."""
         outs = line.out
         region = self._region(outs[0].tier)
         slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
@@ -211,7 +250,9 @@ class _Placer:
         """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
         into = self.into.get(number, [None] * len(line.out))
         for k, value in enumerate(line.out):
-            free = value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
+            free = (
+                value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
+            )
             if into[k] is None and free and value.nbytes >= SMALL_RESULT:
                 region = self._region()
                 into[k] = region.add(_numel(value.held(self.mesh)), value)
@@ -232,7 +273,13 @@ class _Placer:
         value = self.values[name]
         slot = region.add(numel, value, value.dtype.itemsize if packed else ALIGNMENT)
         maker = self.made.get(name)
-        if maker is None or packed or self.reads[name] != 1 or name in self.views.returned or not self.uses.same_loop(maker, number):
+        if (
+            maker is None
+            or packed
+            or self.reads[name] != 1
+            or name in self.views.returned
+            or not self.uses.same_loop(maker, number)
+        ):
             return slot
         line = self.lines[maker][0]
         if OPS[line.op].pool == "results" and not line.writes:

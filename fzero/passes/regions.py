@@ -31,7 +31,8 @@ class Region:
         return slot
 
     def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[Slot]:
-        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same cache sets hold another."""
+        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
+        cache sets hold another."""
         *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
         self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
         return [Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
@@ -50,7 +51,13 @@ class Slot:
     value: Value
 
     def place(self, numel: int | None = None, part: tuple[str, ...] = ()) -> Place:
-        return Place(self.region.offset + self.at, self.numel if numel is None else numel, self.value.dtype, part, self.region.arena)
+        return Place(
+            self.region.offset + self.at,
+            self.numel if numel is None else numel,
+            self.value.dtype,
+            part,
+            self.region.arena,
+        )
 
 
 def assign(regions: Sequence[Region]) -> int:

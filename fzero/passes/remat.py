@@ -47,8 +47,13 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
 
 
 def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tuple[Kept, ...] | None:
-    """What each distinct block keeps, None if none is split. Policies that keep the same make the same program. Args: as of `rewrite`."""
-    return None if policy == "full" else tuple(_kept(choices, policy) for choices in dict.fromkeys(_blocks(program, known).values()))
+    """What each distinct block keeps, None if none is split. Policies that keep the same make the same program. Args:
+    as of `rewrite`."""
+    return (
+        None
+        if policy == "full"
+        else tuple(_kept(choices, policy) for choices in dict.fromkeys(_blocks(program, known).values()))
+    )
 
 
 def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:
@@ -70,7 +75,8 @@ def _kept(choices: Choices, policy: str | float) -> Kept:
 
 
 def _alive(program: Program) -> dict[Any, frozenset[int]]:
-    """For each block the outputs that another block reads, whichever call: they are kept as its input, so the block may read them for nothing."""
+    """For each block the outputs that another block reads, whichever call: they are kept as its input, so the block may
+    read them for nothing."""
     blocks = [line for line, _ in program.walk() if "joint" in line.attrs]
     read = {a for line in blocks for a in line.args}
     alive: dict[Any, frozenset[int]] = {}

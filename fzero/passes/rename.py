@@ -9,7 +9,8 @@ from fzero.program.names import Names
 
 
 def apart(program: Program) -> Program:
-    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block `embed`."""
+    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block
+    `embed`."""
     values = set(program.values())
     both = [name for name in program.functions if name in values]
     if not both:
@@ -17,4 +18,6 @@ def apart(program: Program) -> Program:
     names = Names((*values, *program.functions))
     new = {name: names(f"{name}_fn") for name in both}
     program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
-    return replace(program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()})
+    return replace(
+        program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()}
+    )

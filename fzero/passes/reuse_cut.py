@@ -1,6 +1,8 @@
-"""The cut of an update taken over from another program: what blocks keep and how gradients add up change names around an update, not the update.
+"""The cut of an update taken over from another program: what blocks keep and how gradients add up change names around
+an update, not the update.
 
-To cut an update is most of the work of rewriting a program, and under a memory budget there are many programs (fzero/lowering/variants.py).
+To cut an update is most of the work of rewriting a program, and under a memory budget there are many programs
+(fzero/lowering/variants.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from fzero.trace.subgraph import signature
 
 
 def cut_as(program: Program, before: Program, after: Program) -> Program | None:
-    """The program with its update cut as another's is, or None if the two updates differ in more than the names they read.
+    """The program with its update cut as another's is, or None if the two updates differ in more than the names they
+    read.
 
     Args:
         program: with its update whole.
@@ -51,11 +54,14 @@ def _alike(one: Value, other: Value) -> bool:
 
 def _renamed(line: Line, names: Mapping[str, str], called: Mapping[str, str]) -> Line:
     out = tuple(replace(v, name=names.get(v.name, v.name)) for v in line.out)
-    return replace(line.rename(names), out=out, writes=tuple(names.get(w, w) for w in line.writes), fn=called.get(line.fn, line.fn))
+    return replace(
+        line.rename(names), out=out, writes=tuple(names.get(w, w) for w in line.writes), fn=called.get(line.fn, line.fn)
+    )
 
 
 def _joined(known: Mapping[str, Function], more: Mapping[str, Function]) -> tuple[dict[str, Function], dict[str, str]]:
-    """Functions with more of them, and what each of those is called there: equal ones are one, the others stay the objects they are."""
+    """Functions with more of them, and what each of those is called there: equal ones are one, the others stay the
+    objects they are."""
     functions, called = dict(known), {}
     names, by_signature = Names(known), {(signature(f.graph), f.writes): name for name, f in known.items()}
     for name, function in more.items():

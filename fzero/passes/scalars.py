@@ -1,4 +1,5 @@
-"""What the nodes of an update are: leaf arithmetic, of which there is much, or few numbers: scalars, keys, and vectors made of scalars."""
+"""What the nodes of an update are: leaf arithmetic, of which there is much, or few numbers: scalars, keys, and vectors
+made of scalars."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ def _numel(node: fx.Node) -> int:
 
 def is_leaf_value(node: fx.Node) -> bool:
     """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar, a key or a vector of scalars."""
-    return node.op in ("placeholder", "call_function") and ("shard" in node.meta or not (_numel(node) == 1 or _is_key(node) or "few" in node.meta))
+    return node.op in ("placeholder", "call_function") and (
+        "shard" in node.meta or not (_numel(node) == 1 or _is_key(node) or "few" in node.meta)
+    )
 
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
-    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made once, of all leaves. What is more
-    numbers than it is made of, such as a draw of a key, is as much as a leaf: that is made where it is read."""
+    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made
+    once, of all leaves. What is more numbers than it is made of, such as a draw of a key, is as much as a leaf: that is
+    made where it is read."""
     for node in graph.nodes:
         args = node.all_input_nodes
         if node in known:
             node.meta["few"] = True
-        if node.op != "call_function" or node.target in MARKERS or "shard" in node.meta or not args or _numel(node) == 1:
+        if (
+            node.op != "call_function"
+            or node.target in MARKERS
+            or "shard" in node.meta
+            or not args
+            or _numel(node) == 1
+        ):
             continue
         if _numel(node) > sum(map(_numel, args)):
             continue
@@ -45,12 +55,17 @@ def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
 
 
 def slice_packed(graph: fx.Graph) -> None:
-    """Makes a stack of scalars that lie side by side in packed vectors of slices of those: a few operations a block, however many leaves it has."""
+    """Makes a stack of scalars that lie side by side in packed vectors of slices of those: a few operations a block,
+    however many leaves it has."""
     for node in [n for n in graph.nodes if n.target is aten.stack.default and "few" in n.meta]:
         runs: list[list[Any]] = []
         for scalar in node.args[0]:
             last = runs[-1][-1] if runs else None
-            beside = last is not None and scalar.target is last.target is aten.select.int and scalar.args == (last.args[0], 0, last.args[2] + 1)
+            beside = (
+                last is not None
+                and scalar.target is last.target is aten.select.int
+                and scalar.args == (last.args[0], 0, last.args[2] + 1)
+            )
             runs[-1].append(scalar) if beside else runs.append([scalar])
         if len(runs) == len(node.args[0]):
             continue
@@ -81,4 +96,6 @@ def _is_key(node: fx.Node) -> bool:
 
 def reduces(node: fx.Node) -> bool:
     """Whether a node makes a scalar of a leaf value: what reads it comes a level later."""
-    return "reduction" in node.meta or (is_reduction(node) and "shard" not in node.meta and "few" not in node.all_input_nodes[0].meta)
+    return "reduction" in node.meta or (
+        is_reduction(node) and "shard" not in node.meta and "few" not in node.all_input_nodes[0].meta
+    )

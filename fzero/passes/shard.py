@@ -1,13 +1,15 @@
-"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves sharded.
+"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or
+fewer leaves sharded.
 
-The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction. A sharded parameter is
-gathered before each line that reads it and dropped after; a sharded gradient leaves as a reduce_scatter, one for all leaves of a block.
-The optimizer's update reads and writes shards.
+The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
+A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
+reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
 
-[Note: hops] What is cut over several axes moves over one axis after the other: a gather begins with the axis that cut last, a reduction with the one that
-cut first. So over a slow axis, which cuts last, each rank sends its part of what is cut over the faster ones, and each byte crosses it once. A leaf rests, is
-kept, adds up and is updated at places of its own on that way. A parameter is gathered once a step as far as it stays gathered, and from there around each line
-that reads it; gradients leave the backward cut as they add up, and are cut on, once a step, as the update reads them.
+[Note: hops] What is cut over several axes moves over one axis after the other: a gather begins with the axis that cut
+last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends its part of what is
+cut over the faster ones, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
+own on that way. A parameter is gathered once a step as far as it stays gathered, and from there around each line that
+reads it; gradients leave the backward cut as they add up, and are cut on, once a step, as the update reads them.
 """
 
 from __future__ import annotations
@@ -42,13 +44,19 @@ def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float
 class _Rewrite:
     def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float):
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
-        blocks = sorted({self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes})
-        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}  # blocks whose parameters are gathered once a step over a slow axis
+        blocks = sorted(
+            {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
+        )
+        self.staying = {
+            *blocks[len(blocks) - round(stay * len(blocks)) :]
+        }  # blocks whose parameters are gathered once a step over a slow axis
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
-        self.leaf_of: dict[str, tuple[str, Line | None]] = {}  # a sharded parameter, or its cast -> the leaf and the cast
+        self.leaf_of: dict[
+            str, tuple[str, Line | None]
+        ] = {}  # a sharded parameter, or its cast -> the leaf and the cast
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
@@ -59,7 +67,9 @@ class _Rewrite:
         update = next((x for x in program.lines if x.op == "update"), None)
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
-        self.grads: dict[str, str] = {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+        self.grads: dict[str, str] = (
+            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+        )
         self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
         self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
@@ -77,7 +87,9 @@ class _Rewrite:
                 self.leaf_of[value.name] = (value.name, None)
         lines = self._lines(self.program.lines)
         outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
-        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name)
+        return replace(
+            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name
+        )
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
@@ -87,7 +99,10 @@ class _Rewrite:
         scales = [line for line in lines if line.attrs.get("scales") == "shards"]
         for line in lines:
             if (
-                line.op == "cast" and line.args[0] in self.leaf_of and line.out[0].name not in self.sums and "micro" not in line.attrs
+                line.op == "cast"
+                and line.args[0] in self.leaf_of
+                and line.out[0].name not in self.sums
+                and "micro" not in line.attrs
             ):  # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
@@ -101,7 +116,9 @@ class _Rewrite:
             elif line.attrs.get("scales") == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get("of_sums"):  # reads what the ranks' sums add up to; any other line reads this rank's own
+                if line.attrs.get(
+                    "of_sums"
+                ):  # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
                 out += [*gathers, self._placed(new)]
@@ -147,8 +164,17 @@ class _Rewrite:
         for line in lines:
             held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
             cut = tuple(dict.fromkeys(axis for a in line.args for axis in self.placement[a].axes))
-            parts = tuple(replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=cut, by="max")) for v in line.out)
-            calls.append(replace(line, fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)), out=parts))
+            parts = tuple(
+                replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=cut, by="max"))
+                for v in line.out
+            )
+            calls.append(
+                replace(
+                    line,
+                    fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)),
+                    out=parts,
+                )
+            )
             self.placement.update((v.name, v.placement) for v in parts)
             self.values.update((v.name, v) for v in parts)
             names.update((part.name, v.name) for part, v in zip(parts, line.out, strict=True))
@@ -172,11 +198,14 @@ class _Rewrite:
         staying = self._owner(self.leaf_of[name][0]) in self.staying
         return (self.zero.stays if staying else self.zero.params)(self._param(name))
 
-    def _gather(self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None) -> tuple[dict[str, str], list[Line]]:
+    def _gather(
+        self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
+    ) -> tuple[dict[str, str], list[Line]]:
         """The lines that gather parameters, hop by hop, and what they are called then.
 
         Args:
-            sources: for each name that lines read what of it there is: the leaf itself, or a shard of it that was gathered as far as it stays.
+            sources: for each name that lines read what of it there is: the leaf itself, or a shard of it that was
+                gathered as far as it stays.
             to: the axes over which each is to be cut still; by default none.
         """
         lines, now = [], dict[str, Value]()
@@ -190,17 +219,30 @@ class _Rewrite:
         gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
         return {a: v.name for a, v in gathered.items()}, lines + more
 
-    def _hops(self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]) -> tuple[dict[str, Value], list[Line]]:
-        """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what goes over the same together."""
+    def _hops(
+        self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
+    ) -> tuple[dict[str, Value], list[Line]]:
+        """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what
+        goes over the same together."""
         now, lines = dict(values), list[Line]()
         while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
             first = max((now[key].placement.axes for key in left), key=len)
             here = [key for key in left if now[key].placement.axes == first]
             handle, arrives = self._handle("gather"), STARTS["all_gather_start"].arrives
-            start = Line("all_gather_start", tuple(now[key].name for key in here), (handle,), attrs={"axes": first[-1:]}, by=self.by)
+            start = Line(
+                "all_gather_start",
+                tuple(now[key].name for key in here),
+                (handle,),
+                attrs={"axes": first[-1:]},
+                by=self.by,
+            )
             for key in here:
                 placement = arrives(start, now[key].placement)
-                now[key] = replace(now[key], name=self.names(f"{named(key)}_part" if placement.axes else named(key)), placement=placement)
+                now[key] = replace(
+                    now[key],
+                    name=self.names(f"{named(key)}_part" if placement.axes else named(key)),
+                    placement=placement,
+                )
                 self.placement[now[key].name] = placement
             lines += [start, Line("wait", (handle.name,), tuple(now[key] for key in here), by=self.by)]
         return now, lines
@@ -225,7 +267,8 @@ class _Rewrite:
         return replace(line, out=tuple(out), attrs=attrs)
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
-        """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must not pile up whole."""
+        """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
+        not pile up whole."""
         if not self.totals:
             return self._reduce(names)
         lines = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
@@ -236,19 +279,30 @@ class _Rewrite:
         return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
-        return [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
+        return (
+            [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
+        )
 
     def _accumulate(self, name: str, total: str, op: str = "sum") -> Line:
         self.placement[total] = self.placement[name]
-        return Line("accumulate", (name,), (replace(self.values[total], placement=self.placement[name]),), attrs={"op": op}, by="accumulate")
+        return Line(
+            "accumulate",
+            (name,),
+            (replace(self.values[total], placement=self.placement[name]),),
+            attrs={"op": op},
+            by="accumulate",
+        )
 
     def _after_loop(self) -> list[Line]:
-        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the rest over all. Once a step."""
+        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the
+        rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
-        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce([self.totals[m] for m in self.maxima], op="max")
+        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce(
+            [self.totals[m] for m in self.maxima], op="max"
+        )
         for names in groups.values():
             lines += self._reduce([self.totals[n] for n in names])
         return lines
@@ -257,14 +311,19 @@ class _Rewrite:
         """Gradients as updates read them: cut as their optimizer state is, and reduced over all axes."""
         finest = {n: self._finest(n) for n in names}
         lines = self._scatter(finest)
-        return lines + self._all_reduce([n for n in names if finest[n]]) + self._all_reduce([n for n in names if not finest[n]])
+        return (
+            lines
+            + self._all_reduce([n for n in names if finest[n]])
+            + self._all_reduce([n for n in names if not finest[n]])
+        )
 
     def _finest(self, name: str) -> tuple[str, ...]:
         """The axes that a gradient, or the total of those of micro-batches, is cut over for the update."""
         return self.zero.opt_state(self.program.leaves[self.param_of[name]])
 
     def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
-        """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what goes over the same together."""
+        """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what
+        goes over the same together."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
@@ -273,15 +332,25 @@ class _Rewrite:
             here = [n for n in left if hop[n] == (first, axis, grid)]
             handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
             padded = {"grid": grid} if not first and grid != axis else {}  # of a shard its placement says it
-            start = Line("reduce_scatter_start", tuple(now[n] for n in here), (handle,), attrs={"axes": axis, "op": "sum", **padded}, by=self.by)
+            start = Line(
+                "reduce_scatter_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs={"axes": axis, "op": "sum", **padded},
+                by=self.by,
+            )
             for n in here:
-                value = replace(self.values[now[n]], name=self.names(f"{n}_shard"), placement=arrives(start, self.placement[now[n]]))
+                value = replace(
+                    self.values[now[n]], name=self.names(f"{n}_shard"), placement=arrives(start, self.placement[now[n]])
+                )
                 self.placement[value.name], self.values[value.name], now[n] = value.placement, value, value.name
             lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
         self.renamed.update((n, name) for n, name in now.items() if name != n)
         return lines
 
-    def _all_reduce(self, names: Sequence[str], op: str = "sum", by: str = "data_parallel", into: Mapping[str, str] | None = None) -> list[Line]:
+    def _all_reduce(
+        self, names: Sequence[str], op: str = "sum", by: str = "data_parallel", into: Mapping[str, str] | None = None
+    ) -> list[Line]:
         """Values reduced over all axes over which they are summands. `into`: what they are called then."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
         base = dict(now)
@@ -290,7 +359,9 @@ class _Rewrite:
             if not here:
                 continue
             handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
-            start = Line("all_reduce_start", tuple(now[n] for n in here), (handle,), attrs={"axes": (axis,), "op": op}, by=by)
+            start = Line(
+                "all_reduce_start", tuple(now[n] for n in here), (handle,), attrs={"axes": (axis,), "op": op}, by=by
+            )
             for n in here:
                 placement = arrives(start, self.placement[now[n]])
                 name = into[n] if into and not placement.partial else self.names(f"{base[n]}_sum")
@@ -308,8 +379,14 @@ class _Rewrite:
         groups: dict[int, dict[str, Value]] = defaultdict(dict)
         for path in line.args:
             leaf = self.program.leaves.get(path)
-            if leaf is not None and leaf.role == "params" and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :]):
-                value = Value(self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more))
+            if (
+                leaf is not None
+                and leaf.role == "params"
+                and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :])
+            ):
+                value = Value(
+                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
+                )
                 before.append(Line("take_shard", (path,), (value,), attrs={"axes": more}, by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
@@ -320,6 +397,8 @@ class _Rewrite:
         attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
         out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
-            values, lines = self._hops(paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new")
+            values, lines = self._hops(
+                paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"
+            )
             out += [*lines, Line("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by)]
         return out

@@ -1,15 +1,18 @@
-"""Updates that would wait for all gradients, such as for a norm to clip by, run on a guess instead, and again if it was wrong.
+"""Updates that would wait for all gradients, such as for a norm to clip by, run on a guess instead, and again if it was
+wrong.
 
-What is guessed is what the scalars come to if every reduction of gradients is zero: a norm below the clip, no overflow. So the update of a block runs right
-behind its backward, in the same function, and what rests on disk is written beside its old value. Once the scalars are known they are compared bit
-for bit. If they are the guess, the new values count; if not, the old ones do, and the same updates run again with the scalars as they are:
+What is guessed is what the scalars come to if every reduction of gradients is zero: a norm below the clip, no overflow.
+So the update of a block runs right behind its backward, in the same function, and what rests on disk is written beside
+its old value. Once the scalars are known they are compared bit for bit. If they are the guess, the new values count; if
+not, the old ones do, and the same updates run again with the scalars as they are:
 
     if redo([scale], [guess_scale]):
         …
 
-Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of a leaf on disk the old value stays
-where it is, in the one of two extents; of every other a copy is kept, for which there must be memory: so updates of leaves in host memory are guessed only
-where a host budget says that there is (fzero/lowering/lower.py).
+Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of
+a leaf on disk the old value stays where it is, in the one of two extents; of every other a copy is kept, for which
+there must be memory: so updates of leaves in host memory are guessed only where a host budget says that there is
+(fzero/lowering/lower.py).
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ TIERS = (("disk",), ("disk", "host"))
 
 
 def speculate(program: Program, tiers: Sequence[str]) -> Program:
-    """A program whose update is cut, with the updates of leaves on these tiers on a guess, where they would wait for reductions of gradients.
+    """A program whose update is cut, with the updates of leaves on these tiers on a guess, where they would wait for
+    reductions of gradients.
 
-    The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly ever be right.
+    The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly
+    ever be right.
 
-    Cost: gradients wait until the end of the step, as without (passes/tiers.py says where); of leaves that are updated on a guess and do not rest on
-    disk a copy, made before the update. On disk twice the bytes at rest, and a wrong guess reads and writes them twice. No communication.
+    Cost: gradients wait until the end of the step, as without (passes/tiers.py says where); of leaves that are updated
+    on a guess and do not rest on disk a copy, made before the update. On disk twice the bytes at rest, and a wrong
+    guess reads and writes them twice. No communication.
     """
     return _Guess(program, tiers).run() if tiers else program
 
@@ -43,7 +49,12 @@ def num_guessable(program: Program, tiers: Sequence[str]) -> int:
 
 def guessed_leaves(program: Program) -> list[str]:
     """The leaves on disk that a program writes on a guess, in the order of its lines: each has two extents."""
-    return [w for line, _ in program.walk() if is_guess(line) and line.op in COPIES and from_to(line)[1] == DISK for w in line.writes]
+    return [
+        w
+        for line, _ in program.walk()
+        if is_guess(line) and line.op in COPIES and from_to(line)[1] == DISK
+        for w in line.writes
+    ]
 
 
 class _Guess:
@@ -63,7 +74,8 @@ class _Guess:
         return bool(off) and off <= self.tiers and bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
 
     def _reductions(self, name: str) -> set[str]:
-        """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known to all ranks."""
+        """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known
+        to all ranks."""
         line = self.made[name]
         if OPS[line.op].waits:
             return {name}
@@ -71,8 +83,11 @@ class _Guess:
         return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
 
     def _reduces(self, line: Line) -> bool:
-        """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a number or a key."""
-        return bool(line.fn) and any(a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args)
+        """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a
+        number or a key."""
+        return bool(line.fn) and any(
+            a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args
+        )
 
     def _is_key(self, name: str) -> bool:
         return name in self.program.leaves and self.program.leaves[name].role == "key"
@@ -117,7 +132,9 @@ class _Guess:
         chosen = {id(line) for line in self.updates}
         first = [replace(x, args=tuple(map(guessed, x.args)), attrs={**x.attrs, "guess": True}) for x in self.updates]
         scalars = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
-        redo = Line("redo", (*scalars, *map(guessed, scalars)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer")
+        redo = Line(
+            "redo", (*scalars, *map(guessed, scalars)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer"
+        )
         at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
         assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"

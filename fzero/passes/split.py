@@ -1,10 +1,12 @@
-"""The split of a block's joint graph in two: a forward that returns what is kept beside its outputs, and a vjp that takes it and recomputes the rest.
+"""The split of a block's joint graph in two: a forward that returns what is kept beside its outputs, and a vjp that
+takes it and recomputes the rest.
 
-What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone enter, their views or themselves rounded,
-is always recomputed, unless it is a number or a row of numbers; so is what no input enters. Which of the others to keep is a minimum cut: every node of the
-forward that the backward depends on is kept (for its bytes), recomputed (for its FLOPs, and what it reads must then be there too) or not needed, and a weight
-of bytes against FLOPs gives each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are taken one
-by one.
+What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone
+enter, their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no
+input enters. Which of the others to keep is a minimum cut: every node of the forward that the backward depends on is
+kept (for its bytes), recomputed (for its FLOPs, and what it reads must then be there too) or not needed, and a weight
+of bytes against FLOPs gives each cut. Its solutions for all weights are the corners of the trade of memory for time;
+between two corners nodes are taken one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kept:
-    """What a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs of what the backward recomputes."""
+    """What a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs of what the backward
+    recomputes."""
 
     nodes: frozenset[fx.Node]
     nbytes: int
@@ -41,7 +44,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Split:
-    """The two functions of a block, and what passes between them by the names of its nodes: values saved for it, and outputs that are there anyway."""
+    """The two functions of a block, and what passes between them by the names of its nodes: values saved for it, and
+    outputs that are there anyway."""
 
     forward: str
     backward: str
@@ -53,7 +57,8 @@ class Split:
 
 
 class Choices:
-    """What can be kept of a block, for the gradients that are wanted. `alive`: outputs of the block that its surroundings keep anyway."""
+    """What can be kept of a block, for the gradients that are wanted. `alive`: outputs of the block that its
+    surroundings keep anyway."""
 
     def __init__(self, joint: Joint, grads: tuple[int, ...], alive: frozenset[int] = frozenset()):
         self.joint, graph, outputs = joint, joint.graph.graph, joint.graph.outputs
@@ -64,12 +69,20 @@ class Choices:
         varying = reached(graph, self.places)
         needed = ancestors(self.grads, stop=set())
         roots = {n: storage_of(n) for n in graph.nodes}
-        self.early = [n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying]
+        self.early = [
+            n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying
+        ]
         self.read = {n for n in self.early if n in self.grads or any(u in late and u in needed for u in n.users)}
         self.reused = {outputs[i]: i for i in sorted(alive, reverse=True)}
         others = reached(graph, self.places[joint.num_params :])
-        self._of_params = {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(graph, set(self.places[: joint.num_params]))
-        can = [n for n in self.early if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params]
+        self._of_params = {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(
+            graph, set(self.places[: joint.num_params])
+        )
+        can = [
+            n
+            for n in self.early
+            if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
+        ]
         self.nbytes = {n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize for n in can}
         self.flops = {n: flops_of(n) for n in self.early}
         self._stop = set(self.places)
@@ -80,7 +93,11 @@ class Choices:
         nodes = self.nbytes.keys() & set(nodes)
         needed = ancestors(self.grads, stop=self._stop | nodes)
         nodes = frozenset(nodes & needed)
-        return Kept(nodes, sum(self.nbytes[n] for n in nodes), sum(self.flops[n] for n in self.early if n in needed and n not in nodes))
+        return Kept(
+            nodes,
+            sum(self.nbytes[n] for n in nodes),
+            sum(self.flops[n] for n in self.early if n in needed and n not in nodes),
+        )
 
     @functools.cached_property
     def none(self) -> Kept:
@@ -92,12 +109,15 @@ class Choices:
         """What PyTorch's min-cut partitioner keeps."""
         copy = extract(self.joint.graph, self.places, [*self.outputs, *self.grads], names=[n.name for n in self.places])
         recompute = {n.name for n in self._of_params}
-        names = compat.min_cut(copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute})
+        names = compat.min_cut(
+            copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute}
+        )
         return self.keep(self._roots[n] for n in self.early if n.name in names)
 
     @functools.cached_property
     def frontier(self) -> list[Kept]:
-        """The choices worth having, from nothing to everything: each keeps more bytes and recomputes fewer FLOPs than the one before."""
+        """The choices worth having, from nothing to everything: each keeps more bytes and recomputes fewer FLOPs than
+        the one before."""
         corners = self._corners()
         found = {*corners, self.keep(()), self.none}
         for lower, upper in itertools.pairwise(corners):
@@ -138,15 +158,20 @@ class Choices:
         at = {n: i for i, n in enumerate(self.early)}  # numbers, not nodes: every rank must find the same cut
         for n, i in at.items():  # on the sink's side: (i, 0) is recomputed, (i, 1) is there in the backward
             net.add_edge("source", (i, 0), capacity=self.flops[n] * per_flop)
-            net.add_edge((i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {}))  # no capacity: infinite
+            net.add_edge(
+                (i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {})
+            )  # no capacity: infinite
             net.add_edges_from(((i, 1), (at[u], 0)) for u in n.users if u in at)
             if n in self.read:
                 net.add_edge((i, 1), "sink")
         _, (source_side, _) = nx.minimum_cut(net, "source", "sink")
-        return self.keep(n for n, i in at.items() if n in self.nbytes and (i, 0) in source_side and (i, 1) not in source_side)
+        return self.keep(
+            n for n, i in at.items() if n in self.nbytes and (i, 0) in source_side and (i, 1) not in source_side
+        )
 
     def _between(self, lower: Kept, upper: Kept) -> Iterator[Kept]:
-        """Choices between two corners: from the lower one on, always the node that saves most FLOPs a byte, counted exactly; and what else was tried."""
+        """Choices between two corners: from the lower one on, always the node that saves most FLOPs a byte, counted
+        exactly; and what else was tried."""
         current = lower
         while True:
             tried = [self.keep(current.nodes | {n}) for n in self.nbytes if n not in current.nodes]
@@ -175,7 +200,8 @@ class Choices:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of one node: of products as PyTorch counts them, of anything else one an element; none for a view."""
+    """Floating-point operations of one node: of products as PyTorch counts them, of anything else one an element; none
+    for a view."""
     if node.target is operator.getitem or is_view(node):
         return 0
     arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -1,9 +1,11 @@
-"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote goes back to where it rests.
+"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote
+goes back to where it rests.
 
-Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the host, all of them or a share, and
-gradients travel to them. Gradients that wait, for the norm of all or for the next micro-batch, wait where their update reads them: see
-`waiting_on_host`; or on disk, in leaves that the step writes behind each backward and reads before each update. A parameter that rests elsewhere comes
-anew to every line that reads it. In an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. What moves for one line
+Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
+host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
+micro-batch, wait where their update reads them: see `waiting_on_host`; or on disk, in leaves that the step writes
+behind each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads
+it. In an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. What moves for one line
 moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
 """
 
@@ -27,9 +29,13 @@ GRADS = ("device", "update", "host")
 
 
 def rewrite(
-    program: Program, on_device: frozenset[str] = frozenset(), waiting: frozenset[str] = frozenset(), on_disk: Mapping[str, str] | None = None
+    program: Program,
+    on_device: frozenset[str] = frozenset(),
+    waiting: frozenset[str] = frozenset(),
+    on_disk: Mapping[str, str] | None = None,
 ) -> Program:
-    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the device is unchanged.
+    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the
+    device is unchanged.
 
     Args:
         program: to be rewritten.
@@ -42,14 +48,16 @@ def rewrite(
 
 
 def leaves_side_open(program: Program) -> bool:
-    """Whether a step does not say which side computes the update of what rests elsewhere. Where both are one memory it does not matter."""
+    """Whether a step does not say which side computes the update of what rests elsewhere. Where both are one memory it
+    does not matter."""
     records = [t for t in program.transforms if isinstance(t, Offload)]
     off = any("opt_state" in r.of for r in records) and not program.mesh.unified_memory
     return off and all(r.update_on == "auto" for r in records)
 
 
 def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
-    """The leaves off the device, and ranks' parts of such, that are updated on the device, where the host updates a share of them.
+    """The leaves off the device, and ranks' parts of such, that are updated on the device, where the host updates a
+    share of them.
 
     Args:
         program: whose update is cut.
@@ -70,16 +78,18 @@ def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
 
 
 def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
-    """The gradients that wait for their update in host memory: those whose update must know something of all gradients first, such as a norm to clip by, and
-    the sums of a loop over micro-batches. None where host and device are one memory.
+    """The gradients that wait for their update in host memory: those whose update must know something of all gradients
+    first, such as a norm to clip by, and the sums of a loop over micro-batches. None where host and device are one
+    memory.
 
-    What such a norm is made of is reduced on the device before a gradient leaves, so that numbers travel to make it; of a sum in a loop, which is
-    added up on the host, there.
+    What such a norm is made of is reduced on the device before a gradient leaves, so that numbers travel to make it; of
+    a sum in a loop, which is added up on the host, there.
 
     Args:
         program: whose update is cut.
         on_device: of `updated_on_device`.
-        grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the host only what no loop adds up.
+        grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the
+            host only what no loop adds up.
     """
     return frozenset() if program.mesh.unified_memory else _waiting(program, on_device, grads)
 
@@ -125,9 +135,15 @@ def saved_activations(program: Program) -> set[str]:
     late = {a for line in lines if line.attrs.get("backward") for a in line.args}
     found = []
     for line in lines:
-        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:  # not the last block, whose backward follows at once
+        if (
+            line.op == "call" and "call" in line.attrs and not line.attrs["backward"]
+        ):  # not the last block, whose backward follows at once
             outputs = output_storages(program.functions[line.fn].graph)
-            found += [v for v, o in zip(line.out, outputs, strict=True) if v.name in late and o.argument is None and v.nbytes >= SMALL]
+            found += [
+                v
+                for v, o in zip(line.out, outputs, strict=True)
+                if v.name in late and o.argument is None and v.nbytes >= SMALL
+            ]
     chosen = spread_out([v.nbytes for v in found], record.fraction)
     return {v.name for v, off in zip(found, chosen, strict=True) if off}
 
@@ -149,7 +165,8 @@ def _no_gradients(program: Program) -> set[str]:
 
 
 def _known_last(program: Program, own: set[str]) -> set[str]:
-    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no gradient."""
+    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no
+    gradient."""
     found: set[str] = set()
     for line in program.lines:
         if line.by == "optimizer" and not line.writes:
@@ -167,11 +184,20 @@ def blocks_updated_on_host(program: Program) -> tuple[int, int]:
 
 
 class _Rewrite:
-    def __init__(self, program: Program, records: Sequence[Offload], on_device: frozenset[str], waiting: frozenset[str], on_disk: Mapping[str, str]):
+    def __init__(
+        self,
+        program: Program,
+        records: Sequence[Offload],
+        on_device: frozenset[str],
+        waiting: frozenset[str],
+        on_disk: Mapping[str, str],
+    ):
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
-        self.lies: dict[str, dict[str, str]] = {}  # by value: the names under which it lies on each tier, if not just where it is made
+        self.lies: dict[
+            str, dict[str, str]
+        ] = {}  # by value: the names under which it lies on each tier, if not just where it is made
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
@@ -179,7 +205,9 @@ class _Rewrite:
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
-        self.resting: dict[str, str] = {}  # activations that are on the host from forward to backward, gradients until their update
+        self.resting: dict[
+            str, str
+        ] = {}  # activations that are on the host from forward to backward, gradients until their update
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
@@ -209,11 +237,19 @@ class _Rewrite:
             before = self._written()
             outside = {name: dict(tiers) for name, tiers in self.lies.items()}
             if line.op == "redo":  # which reads leaves as they were
-                self.lies, self.recent = {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves}, []
+                self.lies, self.recent = (
+                    {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
+                    [],
+                )
             body = (*self._restored(line), *self._lines(line.body), *self._added())
             self.lies, self.recent = outside, []
             return [*before, replace(line, body=body)]
-        if line.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and "micro" not in line.attrs:
+        if (
+            line.op == "cast"
+            and source in self.program.leaves
+            and self._tier(source) != "device"
+            and "micro" not in line.attrs
+        ):
             return self._cast(line)
         if line.op == "take_shard":
             self.parts.add(line.out[0].name)
@@ -222,33 +258,53 @@ class _Rewrite:
             return self._assign(line)
         if line.by == "optimizer" and line.op == "call":
             self.scalars.update(v.name for v in line.out)
-            self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for found in self.recent for a in line.writes if a in found}
+            self.lies |= {
+                a: {**self._at(a), self._tier(found[a]): found[a]}
+                for found in self.recent
+                for a in line.writes
+                if a in found
+            }
             before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
-            guessed = [replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x for x in lines]
+            guessed = [
+                replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x
+                for x in lines
+            ]
             return [*before, *(guessed if is_guess(line) else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
         lines, sums = self._on("device", line), list[Line]()
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
-            num = 1 if self.program.mesh.unified_memory else 2  # there an update comes a block later (passes/hoist_updates.py)
+            num = (
+                1 if self.program.mesh.unified_memory else 2
+            )  # there an update comes a block later (passes/hoist_updates.py)
             self.recent = [*self.recent, self._read_by(lines)][-num:]
             sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
-        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and is not to be updated there, or if it
-        reads sums that are there and writes nothing."""
+        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and
+        is not to be updated there, or if it reads sums that are there and writes nothing."""
         if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
             return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
         off = {a: n for a, n in state.items() if "device" not in self._at(a)}
-        return "host" if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values()) else "device"
+        return (
+            "host"
+            if off and self.on_device.isdisjoint(off) and 2 * sum(off.values()) >= sum(state.values())
+            else "device"
+        )
 
     def _is_late(self, line: Line) -> bool:
-        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or what knows something of all gradients."""
-        return line.by == "optimizer" and line.op == "call" and not is_guess(line) and bool(line.writes or not self.known.isdisjoint(line.args))
+        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or
+        what knows something of all gradients."""
+        return (
+            line.by == "optimizer"
+            and line.op == "call"
+            and not is_guess(line)
+            and bool(line.writes or not self.known.isdisjoint(line.args))
+        )
 
     def _stored(self, line: Line) -> dict[str, str]:
         """The gradients that a line reads from disk, each with its leaf."""
@@ -272,7 +328,9 @@ class _Rewrite:
         self.values.update((v.name, v) for v in out)
         attrs = {**line.attrs, "on": "host"} if tier == "host" and line.op == "call" else line.attrs
         fn = self._for_host(line.fn) if "on" in attrs else line.fn
-        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn))
+        lines.append(
+            replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn)
+        )
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
@@ -280,7 +338,9 @@ class _Rewrite:
         if self.program.mesh.device_type == "cpu":
             return fn
         name = f"{fn}_on_host"
-        self.functions.setdefault(name, Function(name, self.program.functions[fn].graph, self.program.functions[fn].writes, on="host"))
+        self.functions.setdefault(
+            name, Function(name, self.program.functions[fn].graph, self.program.functions[fn].writes, on="host")
+        )
         return name
 
     # --- moving ---
@@ -289,7 +349,11 @@ class _Rewrite:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
-        absent = [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or a in stored or (late and a in self.resting)]
+        absent = [
+            a
+            for a in dict.fromkeys(line.args)
+            if tier not in self._at(a) or a in stored or (late and a in self.resting)
+        ]
         absent = [a for a in absent if a not in shared]
         lines: list[Line] = []
         scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
@@ -312,7 +376,11 @@ class _Rewrite:
         for a in absent:
             if a in self.casts:
                 cast = self.casts[a]
-                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier=memory if sources[a] in read else "host")
+                value = replace(
+                    cast.out[0],
+                    name=self.names(f"{identifier(sources[a])}_cast"),
+                    tier=memory if sources[a] in read else "host",
+                )
                 lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
                 given[a] = value.name
             elif sources[a] in read:
@@ -324,9 +392,14 @@ class _Rewrite:
         return {**shared, **found}, lines + more
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
-        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed with."""
+        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed
+        with."""
         unified = self.program.mesh.unified_memory
-        names = [a for a in absent if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)]
+        names = [
+            a
+            for a in absent
+            if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)
+        ]
         if not names:
             return {}
         out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
@@ -336,16 +409,25 @@ class _Rewrite:
     def _role(self, name: str) -> str:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
-    def _move(self, how: str, names: Sequence[str], called: Sequence[str], memory: str = "host") -> tuple[dict[str, str], list[Line]]:
-        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its wait. `memory`: that a disk reads to."""
+    def _move(
+        self, how: str, names: Sequence[str], called: Sequence[str], memory: str = "host"
+    ) -> tuple[dict[str, str], list[Line]]:
+        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its
+        wait. `memory`: that a disk reads to."""
         if not names:
             return {}, []
         tier = memory if how == "disk_read" else how.removeprefix("to_")
         ending = "" if tier == "device" else "_host"
-        out = [replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier) for n, c in zip(names, called, strict=True)]
+        out = [
+            replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier)
+            for n, c in zip(names, called, strict=True)
+        ]
         handle = self._handle(how)
         attrs = {"memory": "device"} if how == "disk_read" and tier == "device" else {}
-        lines = [Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"), Line("wait", (handle.name,), tuple(out), by="offload")]
+        lines = [
+            Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"),
+            Line("wait", (handle.name,), tuple(out), by="offload"),
+        ]
         for line in lines:
             self._made(line)
         return {n: v.name for n, v in zip(names, out, strict=True)}, lines
@@ -366,11 +448,18 @@ class _Rewrite:
         for to, targets in back.items():
             how = "disk_write" if to == "disk" else f"to_{to}"
             if targets and to == tier:
-                lines.append(Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"))
+                lines.append(
+                    Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer")
+                )
             elif targets:
                 handle = self._handle(how)
-                args, attrs = (*targets, *(written[t] for t in targets)), {"memory": "device"} if to == "disk" and direct else {}
-                lines.append(self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload")))
+                args, attrs = (
+                    (*targets, *(written[t] for t in targets)),
+                    {"memory": "device"} if to == "disk" and direct else {},
+                )
+                lines.append(
+                    self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload"))
+                )
                 lines.append(Line("wait", (handle.name,), by="offload"))
         return lines
 
@@ -385,7 +474,12 @@ class _Rewrite:
     def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
         """The leaves that these lines read from disk, and their copies."""
         reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
-        return {leaf: v.name for x in lines if x.op == "wait" and x.args[0] in reads for leaf, v in zip(reads[x.args[0]], x.out, strict=True)}
+        return {
+            leaf: v.name
+            for x in lines
+            if x.op == "wait" and x.args[0] in reads
+            for leaf, v in zip(reads[x.args[0]], x.out, strict=True)
+        }
 
     # --- lines of their own kind ---
 
@@ -407,18 +501,27 @@ class _Rewrite:
         """Values put over leaves: those that rest on the device where they are, the others travel."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
-        lines = self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
+        lines = (
+            self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here)))
+            if here
+            else []
+        )
         for tier in ("device", "host"):
             lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
         return lines
 
     def _kept(self, line: Line) -> list[Line]:
-        """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk, where the old value stays."""
+        """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk,
+        where the old value stays."""
         lines: list[Line] = []
         for leaf in line.writes if is_guess(line) else ():
             if self._tier(leaf) != "disk" and self._role(leaf) != "compute":
                 value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
-                lines.append(self._made(Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")))
+                lines.append(
+                    self._made(
+                        Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")
+                    )
+                )
                 self.kept[leaf] = value.name
         return lines
 
@@ -427,26 +530,37 @@ class _Rewrite:
         kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
         by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
         attrs = {"restores": True, "guess": True}
-        return [Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer") for ws in by_tier.values() if ws]
+        return [
+            Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer")
+            for ws in by_tier.values()
+            if ws
+        ]
 
     # --- what waits on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of them are made."""
+        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of
+        them are made."""
         lines: list[Line] = []
-        for names in ([v.name for v in line.out if v.name in self.saved], *(self._complete(v.name) for v in line.out if v.name in self.waiting)):
+        for names in (
+            [v.name for v in line.out if v.name in self.saved],
+            *(self._complete(v.name) for v in line.out if v.name in self.waiting),
+        ):
             straight = {n: n for n in names if n in self.on_disk and self.program.mesh.gpu_direct}
             through = [n for n in names if n not in straight]
             copies, more = self._move("to_host", through, through)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}  # for what is updated on a guess
+            self.lies |= {
+                n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk
+            }  # for what is updated on a guess
             self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
             lines += more
         arrived = self.program.mesh.unified_memory or self.program.mesh.gpu_direct
         return [*lines, *self._written()] if arrived else lines
 
     def _written(self) -> list[Line]:
-        """The gradients that have left for a disk, written: a block later, when the device has another to run meanwhile."""
+        """The gradients that have left for a disk, written: a block later, when the device has another to run
+        meanwhile."""
         written, self.unwritten = self.unwritten, {}
         return self._store(written, "device" if self.program.mesh.gpu_direct else "host") if written else []
 
@@ -456,7 +570,8 @@ class _Rewrite:
         return [] if any(a in self.leaving for a in together) else together
 
     def _added(self) -> list[Line]:
-        """What micro-batches make, added up on the host: a block later, when the device has another to run meanwhile."""
+        """What micro-batches make, added up on the host: a block later, when the device has another to run
+        meanwhile."""
         lines, copies = list[Line](), dict[str, str]()
         if self.summands:
             copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)

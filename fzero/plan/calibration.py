@@ -1,4 +1,5 @@
-"""The file that a machine's measured rates are kept in, and which machine it is good for. What measures them is measure/calibrate.py."""
+"""The file that a machine's measured rates are kept in, and which machine it is good for. What measures them is
+measure/calibrate.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ _REDO = "measure again on this machine: fzero calibrate"
 def calibration_path(device_type: str = "cpu") -> Path:
     """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
     where = os.environ.get("FZERO_CACHE", "")
-    folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"  # "off" is about compiled functions
+    folder = (
+        Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"
+    )  # "off" is about compiled functions
     return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
 
 
@@ -36,18 +39,23 @@ def load_calibration(path: str | Path) -> Device:
     """The device of a calibration file.
 
     Raises:
-        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both sides.
+        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both
+            sides.
     """
     text = Path(path).read_text()
     try:
         data: dict[str, Any] = json.loads(text)
         found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise FzeroValueError(message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)) from error
+        raise FzeroValueError(
+            message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)
+        ) from error
     here = {"format": FORMAT, "torch": torch.__version__}
     wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
     if wrong := [*wrong, *elsewhere(data["machine"])]:
-        raise FzeroValueError(message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO))
+        raise FzeroValueError(
+            message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO)
+        )
     return Device.from_json(text)
 
 
@@ -74,7 +82,9 @@ def cpu_model() -> str:
     """What the processor calls itself."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def cores() -> int:

@@ -1,8 +1,10 @@
-"""What a program costs: floating point operations and bytes of every line, from shapes alone; seconds, on a given device.
+"""What a program costs: floating point operations and bytes of every line, from shapes alone; seconds, on a given
+device.
 
-[Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the products is bound by memory, and
-compilers fuse it, so it takes the bytes of its kernels (fzero/plan/fusion.py) / bandwidth. The two add up: products and the rest run one after the
-other. A roofline of the whole function, which takes the larger of the two, is below what is measured.
+[Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
+products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (fzero/plan/fusion.py) /
+bandwidth. The two add up: products and the rest run one after the other. A roofline of the whole function, which takes
+the larger of the two, is below what is measured.
 
 Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
 """
@@ -61,9 +63,16 @@ class Cost:
     def seconds(self, device: Device) -> float:
         """See [Note: seconds]."""
         products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
-        products += sum(flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype)) for (dtype, way), flops in self.attention.items())
+        products += sum(
+            flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype))
+            for (dtype, way), flops in self.attention.items()
+        )
         products = max(products, self.product_bytes / device.memory_bandwidth)
-        return products + (self.bytes - self.product_bytes) / device.memory_bandwidth + self.num_calls * device.call_seconds
+        return (
+            products
+            + (self.bytes - self.product_bytes) / device.memory_bandwidth
+            + self.num_calls * device.call_seconds
+        )
 
 
 _costs: dict[str, weakref.WeakKeyDictionary[Function, Cost]] = {}
@@ -74,7 +83,8 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
     Args:
         function: a function of a program.
-        backend: "inductor", where chains of pointwise operations write nothing in between, or "eager", where every operation does.
+        backend: "inductor", where chains of pointwise operations write nothing in between, or "eager", where every
+            operation does.
     """
     known = _costs.setdefault(backend, weakref.WeakKeyDictionary())
     if function not in known:
@@ -103,7 +113,8 @@ def _cost(function: Function, backend: str) -> Cost:
 def product_flops(node: fx.Node) -> float:
     """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
 
-    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the scores that it computes again.
+    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
+    scores that it computes again.
     """
     kind = packet(node)
     if kind not in PRODUCTS:
@@ -114,8 +125,12 @@ def product_flops(node: fx.Node) -> float:
 
 
 _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(d.shape, q.shape, k.shape, v.shape),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(
+        d.shape, q.shape, k.shape, v.shape
+    ),
 }
 """What torch's registry lacks."""
 
@@ -151,8 +166,8 @@ def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float
 
 
 def channel(line: Line) -> str | None:
-    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`, `to_device` and `disk`, whose reads and
-    writes share one device; None for a line that moves nothing."""
+    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`,
+    `to_device` and `disk`, whose reads and writes share one device; None for a line that moves nothing."""
     row = STARTS.get(line.op)
     return None if row is None else row.channel(line)
 
@@ -163,7 +178,9 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
     if on_host(line, program):  # bound by its memory, whatever it computes
-        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (device.call_seconds if line.fn else 0.0)
+        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (
+            device.call_seconds if line.fn else 0.0
+        )
     if line.fn:
         return cost_of(program.functions[line.fn], backend).seconds(device)
     if line.op in TRANSFERS:
@@ -172,8 +189,9 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
-    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the bytes, every rank of a host sends its
-    share over the host's links to others, so an axis with k ranks on each host has k of them."""
+    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the
+    bytes, every rank of a host sends its share over the host's links to others, so an axis with k ranks on each host
+    has k of them."""
     mesh = program.mesh
     row = STARTS[line.op]
     if isinstance(row, Copy):
@@ -203,18 +221,24 @@ def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
 
 
 def as_used(device: Device, program: Program) -> Device:
-    """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and writes, which slow each other down."""
+    """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and
+    writes, which slow each other down."""
     device = on_mesh(device, program.mesh)
     used = {row.link for line, _ in program.walk() if isinstance(row := STARTS.get(line.op), Copy)}
     if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
         return device
     read, write = device.disk_read, device.disk_write
     slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))  # than if they took turns
-    return replace(device, disk_read=Link(read.latency, slower * read.bandwidth), disk_write=Link(write.latency, slower * write.bandwidth))
+    return replace(
+        device,
+        disk_read=Link(read.latency, slower * read.bandwidth),
+        disk_write=Link(write.latency, slower * write.bandwidth),
+    )
 
 
 def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's axes."""
+    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's
+    axes."""
     return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
 
 
@@ -225,7 +249,9 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
         stride[name] = math.prod(n for _, n in mesh[i + 1 :])
     for name in axes:
         offsets = [o + stride[name] * i for o in offsets for i in range(size[name])]
-    firsts = [rank for rank in range(math.prod(size.values())) if all(rank // stride[name] % size[name] == 0 for name in axes)]
+    firsts = [
+        rank for rank in range(math.prod(size.values())) if all(rank // stride[name] % size[name] == 0 for name in axes)
+    ]
     return min(min(Counter((first + o) // devices_per_host for o in offsets).values()) for first in firsts)
 
 
@@ -238,10 +264,12 @@ def hardware_flops(program: Program) -> float:
 
 
 def model_flops(program: Program) -> float:
-    """FLOPs of products that a rank's part of the batch takes in one step, whatever is recomputed: the numerator of model FLOPs utilisation.
+    """FLOPs of products that a rank's part of the batch takes in one step, whatever is recomputed: the numerator of
+    model FLOPs utilisation.
 
-    A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside blocks count as they run. Attention's
-    backward counts as twice its forward, not with the scores that fused attention computes again. For a chain of layers that is three times the forward.
+    A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside
+    blocks count as they run. Attention's backward counts as twice its forward, not with the scores that fused attention
+    computes again. For a chain of layers that is three times the forward.
     """
     total = 0.0
     for line, times in program.walk():
@@ -269,7 +297,8 @@ def _joint_flops(joint: Joint, backward: bool, grads: tuple[int, ...]) -> float:
 
 
 def _counted(nodes: Iterable[fx.Node]) -> float:
-    """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel spends 2.5 times."""
+    """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel
+    spends 2.5 times."""
     total = 0.0
     for node in nodes:
         total += product_flops(node) * (0.8 if _attention(node) == "backward" else 1)

@@ -1,7 +1,8 @@
 """Devices by name, and how one is found: by its name, in a calibration file, or this machine's.
 
-A number is what a well-written program attains, not what a datasheet promises: `fzero calibrate` measures it, or it is the vendor's peak times
-a share that `source` states. A plan for a machine one does not have uses a device by name, or a file with the numbers of one.
+A number is what a well-written program attains, not what a datasheet promises: `fzero calibrate` measures it, or it is
+the vendor's peak times a share that `source` states. A plan for a machine one does not have uses a device by name, or a
+file with the numbers of one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from fzero.plan.rates import FORMAT, Device, Host, Link
 from fzero.units import parse_bytes
 
 _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
-"""What large matrix products, streaming kernels and large transfers reach of a datasheet's peak, as published benchmarks of these devices find."""
+"""What large matrix products, streaming kernels and large transfers reach of a datasheet's peak, as published
+benchmarks of these devices find."""
 
-# Hosts. Their memory in bytes/s of a socket, as updates that stream through it attain; the disk is a drive on four lanes of PCIe 4, as data centres have them
+# Hosts. Their memory in bytes/s of a socket, as updates that stream through it attain; the disk is a drive on four
+# lanes of PCIe 4, as data centres have them
 _DDR5_SERVER = 150e9, Host("two sockets with eight channels of DDR5 each, one NVMe drive", sockets=2)
 _DDR4_SERVER = 100e9, Host("two sockets with eight channels of DDR4 each, one NVMe drive", sockets=2)
 _DESKTOP = 60e9, Host("two channels of DDR5, one NVMe drive")
@@ -45,10 +48,12 @@ def _datasheet(
 
     Args:
         name: of the device.
-        flops: peaks of dense products that add up in float32, in FLOP/s by dtype; float32 products are true float32 (TF32 is off by default in PyTorch).
+        flops: peaks of dense products that add up in float32, in FLOP/s by dtype; float32 products are true float32
+            (TF32 is off by default in PyTorch).
         memory: bandwidth in bytes/s.
         capacity: bytes, the datasheet's GB read as 10^9: the rest of the 2^30 is what the driver and libraries take.
-        peer: to devices of the same host, as `network` (to other hosts) and `pcie` (to the host's memory) in bytes/s of one direction.
+        peer: to devices of the same host, as `network` (to other hosts) and `pcie` (to the host's memory) in bytes/s of
+            one direction.
         network: one device's part of its host's.
         pcie: x16 unless the datasheet says otherwise.
         host: that it is usually in.
@@ -57,7 +62,10 @@ def _datasheet(
         compute: what large products reach of their peak.
     """
     share = _SHARE["link"]
-    stated = f"{source}; attainable: {compute:g} of the products' peak, {_SHARE['memory']:g} of the memory's, {share:g} of the links'"
+    stated = (
+        f"{source}; attainable: {compute:g} of the products' peak, {_SHARE['memory']:g} of the memory's, {share:g} of "
+        f"the links'"
+    )
     return Device(
         name=name,
         flops={k: v * compute for k, v in flops.items()},
@@ -88,19 +96,31 @@ _HOPPER: dict[str, Any] = {"peer": 450e9, "network": 50e9, "pcie": 64e9, "host":
 _HOPPER_FLOPS = _peaks(67e12, 989e12, 1979e12)
 # cards on PCIe 4 x16 that reach each other over it; 100 Gb/s a host
 _PCIE4: dict[str, Any] = {"peer": 32e9, "network": 100e9 / 8 / 8, "pcie": 32e9, "host": _DDR4_SERVER}
-# GeForce cards do not reach each other over PCIe: what one sends goes through host memory, at half the rate. NVLink bridges between two RTX 3090 are not
-# counted on. 10 Gb/s a device between hosts
+# GeForce cards do not reach each other over PCIe: what one sends goes through host memory, at half the rate. NVLink
+# bridges between two RTX 3090 are not counted on. 10 Gb/s a device between hosts
 _GEFORCE4: dict[str, Any] = {"peer": 16e9, "network": 1.25e9, "pcie": 32e9, "host": _DESKTOP, "per_host": 4}
 _GEFORCE5: dict[str, Any] = {**_GEFORCE4, "peer": 32e9, "pcie": 64e9}
 _AT_HOME = "PCIe through host memory between cards, 10 Gb/s network"
 _PCIE = "PCIe between cards, 100 Gb/s network a host"
 
 _DATASHEETS = [
-    _datasheet("b200", _peaks(75e12, 2.25e15, 4.5e15), 8e12, 180e9, source="NVIDIA HGX B200 datasheet, dense, 400 Gb/s network", **{**_HOPPER, "peer": 900e9}),
-    _datasheet("h200", _HOPPER_FLOPS, 4.8e12, 141e9, source="NVIDIA H200 SXM datasheet, dense, 400 Gb/s network", **_HOPPER),
-    _datasheet("h100", _HOPPER_FLOPS, 3.35e12, 80e9, source="NVIDIA H100 SXM datasheet, dense, 400 Gb/s network", **_HOPPER),
-    # seven Infinity Fabric links of 64 GB/s in each direction. Its fp8 are other formats (fnuz) than those that fzero computes with. Products reach a smaller
-    # part of their peak than NVIDIA's: AMD measures 0.54 at its best ("Measuring Max-Achievable FLOPs, part 2", ROCm blogs), others 0.45
+    _datasheet(
+        "b200",
+        _peaks(75e12, 2.25e15, 4.5e15),
+        8e12,
+        180e9,
+        source="NVIDIA HGX B200 datasheet, dense, 400 Gb/s network",
+        **{**_HOPPER, "peer": 900e9},
+    ),
+    _datasheet(
+        "h200", _HOPPER_FLOPS, 4.8e12, 141e9, source="NVIDIA H200 SXM datasheet, dense, 400 Gb/s network", **_HOPPER
+    ),
+    _datasheet(
+        "h100", _HOPPER_FLOPS, 3.35e12, 80e9, source="NVIDIA H100 SXM datasheet, dense, 400 Gb/s network", **_HOPPER
+    ),
+    # seven Infinity Fabric links of 64 GB/s in each direction. Its fp8 are other formats (fnuz) than those that fzero
+    # computes with. Products reach a smaller part of their peak than NVIDIA's: AMD measures 0.54 at its best
+    # ("Measuring Max-Achievable FLOPs, part 2", ROCm blogs), others 0.45
     _datasheet(
         "mi300x",
         _peaks(163.4e12, 1307.4e12),
@@ -122,17 +142,47 @@ _DATASHEETS = [
         host=_DDR4_SERVER,
         source="NVIDIA A100 80 GB SXM datasheet, dense, 200 Gb/s network",
     ),
-    _datasheet("l40s", _peaks(91.6e12, 362.05e12, 733e12), 864e9, 48e9, source=f"NVIDIA L40S datasheet, dense, {_PCIE}", **_PCIE4),
+    _datasheet(
+        "l40s",
+        _peaks(91.6e12, 362.05e12, 733e12),
+        864e9,
+        48e9,
+        source=f"NVIDIA L40S datasheet, dense, {_PCIE}",
+        **_PCIE4,
+    ),
     # the datasheet's tensor peaks are with sparsity: half of them
-    _datasheet("a6000", _peaks(38.7e12, 154.8e12), 768e9, 48e9, source=f"NVIDIA RTX A6000 datasheet, dense, {_PCIE}", **_PCIE4),
+    _datasheet(
+        "a6000", _peaks(38.7e12, 154.8e12), 768e9, 48e9, source=f"NVIDIA RTX A6000 datasheet, dense, {_PCIE}", **_PCIE4
+    ),
     _datasheet("a10", _peaks(31.2e12, 125e12), 600e9, 24e9, source=f"NVIDIA A10 datasheet, dense, {_PCIE}", **_PCIE4),
-    _datasheet("l4", _peaks(30.3e12, 121e12, 242.5e12), 300e9, 24e9, source=f"NVIDIA L4 datasheet, dense, {_PCIE}", **_PCIE4),
+    _datasheet(
+        "l4", _peaks(30.3e12, 121e12, 242.5e12), 300e9, 24e9, source=f"NVIDIA L4 datasheet, dense, {_PCIE}", **_PCIE4
+    ),
     # appendices of the whitepapers: tensor peaks that add up in float32, half of those that add up in float16
     _datasheet(
-        "rtx5090", _peaks(104.8e12, 209.5e12, 419e12), 1792e9, 32e9, source=f"NVIDIA RTX Blackwell GPU architecture whitepaper, dense, {_AT_HOME}", **_GEFORCE5
+        "rtx5090",
+        _peaks(104.8e12, 209.5e12, 419e12),
+        1792e9,
+        32e9,
+        source=f"NVIDIA RTX Blackwell GPU architecture whitepaper, dense, {_AT_HOME}",
+        **_GEFORCE5,
     ),
-    _datasheet("rtx4090", _peaks(82.6e12, 165.2e12, 330.3e12), 1008e9, 24e9, source=f"NVIDIA Ada GPU architecture whitepaper, dense, {_AT_HOME}", **_GEFORCE4),
-    _datasheet("rtx3090", _peaks(35.6e12, 71e12), 936e9, 24e9, source=f"NVIDIA Ampere GA102 whitepaper, dense, {_AT_HOME}", **_GEFORCE4),
+    _datasheet(
+        "rtx4090",
+        _peaks(82.6e12, 165.2e12, 330.3e12),
+        1008e9,
+        24e9,
+        source=f"NVIDIA Ada GPU architecture whitepaper, dense, {_AT_HOME}",
+        **_GEFORCE4,
+    ),
+    _datasheet(
+        "rtx3090",
+        _peaks(35.6e12, 71e12),
+        936e9,
+        24e9,
+        source=f"NVIDIA Ampere GA102 whitepaper, dense, {_AT_HOME}",
+        **_GEFORCE4,
+    ),
 ]
 
 KNOWN: Mapping[str, Device] = {
@@ -150,7 +200,8 @@ KNOWN: Mapping[str, Device] = {
         host_memory_bandwidth=1.5e10,
         disk_read=Link(1e-4, 1e9),
         disk_write=Link(1e-4, 1e9),
-        source="one thread of a current server core with AVX2, gloo over the loopback; measure your own: fzero calibrate",
+        source="one thread of a current server core with AVX2, gloo over the loopback; measure your own: fzero "
+        "calibrate",
     ),
 }
 """Devices by name."""
@@ -172,12 +223,14 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     """A device by name, from a file, or this machine's.
 
     Args:
-        name: a known name, the path of a calibration file, whatever machine it is of, either with other numbers behind it
-            ("a100,memory_bytes=40GB,disk_read=3GB"), or None: this machine's calibration if there is a valid one, else the generic device of the type.
+        name: a known name, the path of a calibration file, whatever machine it is of, either with other numbers behind
+            it ("a100,memory_bytes=40GB,disk_read=3GB"), or None: this machine's calibration if there is a valid one,
+            else the generic device of the type.
         device_type: "cpu" or "cuda", for None.
 
     Raises:
-        FzeroValueError: an unknown name, listing the known ones; a file that is no calibration; numbers that a device does not have.
+        FzeroValueError: an unknown name, listing the known ones; a file that is no calibration; numbers that a device
+            does not have.
 
     Example:
         >>> get_device("h200").memory_bytes, get_device("h200,memory_bytes=96GB").memory_bytes
@@ -188,11 +241,19 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     if name is None:
         generic = KNOWN["cpu" if device_type == "cpu" else "h100"]
         try:
-            return load_calibration(calibration_path(device_type)) if calibration_path(device_type).exists() else generic
+            return (
+                load_calibration(calibration_path(device_type)) if calibration_path(device_type).exists() else generic
+            )
         except FzeroValueError:  # of another machine or version: as if there were none
             return generic
     if not isinstance(name, (str, Path)):
-        raise FzeroValueError(message("plan", f"{name!r} is no device", fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file"))
+        raise FzeroValueError(
+            message(
+                "plan",
+                f"{name!r} is no device",
+                fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file",
+            )
+        )
     if str(name).lower() in KNOWN:
         return KNOWN[str(name).lower()]
     if (path := Path(name)).exists():
@@ -201,7 +262,14 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     if changes:
         return _changed(get_device(base, device_type), changes)
     problems = [f"{known}: {device.source}" for known, device in KNOWN.items()]
-    raise FzeroValueError(message("device", f"{str(name)!r} is neither a known device nor a calibration file", problems, "give one of these, or a path"))
+    raise FzeroValueError(
+        message(
+            "device",
+            f"{str(name)!r} is neither a known device nor a calibration file",
+            problems,
+            "give one of these, or a path",
+        )
+    )
 
 
 def _text(path: Path) -> str:
@@ -209,12 +277,15 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give the path of a file that fzero calibrate wrote, or one of {', '.join(KNOWN)}"
-        raise FzeroValueError(message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)) from error
+        raise FzeroValueError(
+            message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)
+        ) from error
 
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
-"""What may be changed of a device by text, in bytes or bytes/s; of a known one as a rank has it that is alone on its host."""
+"""What may be changed of a device by text, in bytes or bytes/s; of a known one as a rank has it that is alone on its
+host."""
 
 
 def _changed(device: Device, changes: Sequence[str]) -> Device:
@@ -227,7 +298,9 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
         except FzeroValueError:
             rate = 0
         if what not in _NUMBERS or not rate:
-            problems.append(f"{change}: " + (f"{text!r} is no size" if what in _NUMBERS else f"not one of {', '.join(_NUMBERS)}"))
+            problems.append(
+                f"{change}: " + (f"{text!r} is no size" if what in _NUMBERS else f"not one of {', '.join(_NUMBERS)}")
+            )
             continue
         if what in _BANDWIDTHS:
             device = replace(device, **{what: replace(getattr(device, what), bandwidth=float(rate))})
@@ -236,7 +309,14 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
         else:
             device = replace(device, **{what: rate})
     if problems:
-        raise FzeroValueError(message("device", f"{device.name} cannot be changed so", problems, "e.g. a100,memory_bytes=40GB,disk_read=3GB (a second)"))
+        raise FzeroValueError(
+            message(
+                "device",
+                f"{device.name} cannot be changed so",
+                problems,
+                "e.g. a100,memory_bytes=40GB,disk_read=3GB (a second)",
+            )
+        )
     return replace(device, source=f"{device.source}; with {', '.join(c.strip() for c in changes)}")
 
 

@@ -1,10 +1,12 @@
 """What a compiled function reads and writes: its kernels, from the recorded graph.
 
-[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those are the operands and results
-of products (matrix products, convolutions, attention), what is scattered, concatenated, reduced or returned, and pointwise values that so much would have
-to be read again for that the compiler keeps them. Everything else is computed inside the kernels that read it, again in each. What lies between the
-same products and reads the same values is one kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node
-that makes it. An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its code has them.
+[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those
+are the operands and results of products (matrix products, convolutions, attention), what is scattered, concatenated,
+reduced or returned, and pointwise values that so much would have to be read again for that the compiler keeps them.
+Everything else is computed inside the kernels that read it, again in each. What lies between the same products and
+reads the same values is one kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is
+named by the node that makes it. An eager function writes every value that is no view, a kernel each. The rules are
+those of torch's Inductor, as its code has them.
 
 It must not know how fast a device is.
 """
@@ -26,11 +28,39 @@ from fzero.trace.storages import is_view, storage_of, writes
 aten = torch.ops.aten
 
 _GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
-_WRITES = {aten.index_put, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.embedding_dense_backward, aten.sort, aten.topk}
+_WRITES = {
+    aten.index_put,
+    aten.scatter,
+    aten.scatter_add,
+    aten.scatter_reduce,
+    aten.index_add,
+    aten.embedding_dense_backward,
+    aten.sort,
+    aten.topk,
+}
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
-_FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}  # read nothing
-# what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in float32, and then it is not
-_HEAVY = {aten.exp, aten.log, aten.log1p, aten.sigmoid, aten.tanh, aten.gelu, aten.silu, aten._log_softmax_backward_data}
+_FILLS = {
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+}  # read nothing
+# what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in
+# float32, and then it is not
+_HEAVY = {
+    aten.exp,
+    aten.log,
+    aten.log1p,
+    aten.sigmoid,
+    aten.tanh,
+    aten.gelu,
+    aten.silu,
+    aten._log_softmax_backward_data,
+}
 _HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
 _MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
 _MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
@@ -43,9 +73,11 @@ class Kernel:
     Attributes:
         reads, writes: the buffers, with the bytes it touches of each.
         product: the node of a product, else None.
-        in_place: for buffers it writes, those that it reads element by element and of the same size: it may overwrite them.
+        in_place: for buffers it writes, those that it reads element by element and of the same size: it may overwrite
+            them.
         allocated: buffers that the operation itself allocates, not the compiler.
-        vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that never leave this kernel.
+        vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that
+            never leave this kernel.
     """
 
     reads: Mapping[fx.Node, int]
@@ -99,13 +131,25 @@ class _Analysis:
         self.graph, self.eager = graph, eager
         nodes = list(graph.graph.nodes) if eager else by_locality(list(graph.graph.nodes))
         self.nodes = [n for n in nodes if n.op != "output"]
-        self.on_cpu = not any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes)
+        self.on_cpu = not any(
+            isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes
+        )
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
         self.buffer = {n: storage_of(n) for n in self.nodes}
-        self.sizes = {n: nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val")) for n in self.nodes if self.buffer[n] is n}
+        self.sizes = {
+            n: nbytes(graph.constants[str(n.target)] if n.op == "get_attr" else n.meta.get("val"))
+            for n in self.nodes
+            if self.buffer[n] is n
+        }
         self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
         # what is computed: buffers that operations make, and operations that write to one there is
-        self.made = [n for n in self.nodes if n not in self.inputs and isinstance(n.meta.get("val"), torch.Tensor) and (self.buffer[n] is n or writes(n))]
+        self.made = [
+            n
+            for n in self.nodes
+            if n not in self.inputs
+            and isinstance(n.meta.get("val"), torch.Tensor)
+            and (self.buffer[n] is n or writes(n))
+        ]
         self.written = self._written()
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -120,7 +164,9 @@ class _Analysis:
         order = in_order(before)
         number = {i: place for place, i in enumerate(order)}
         after = tuple(frozenset(number[j] for j in before[i] if number[j] < number[i]) for i in order)
-        return Kernels(tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self.on_cpu)
+        return Kernels(
+            tuple(made[i] for i in order), after, self.sizes, self.buffer, self.inputs, self.outputs, self.on_cpu
+        )
 
     def _written(self) -> set[fx.Node]:
         """Values that are written to memory. Among what one operation returns, the smaller ones are reductions."""
@@ -146,8 +192,16 @@ class _Analysis:
             twice = len(readers[node]) > 1
             if kind in _HEAVY or not heavy.isdisjoint(arguments - written):
                 heavy.add(node)
-            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (twice and self.on_cpu and node in heavy)
-            if kind in PRODUCTS or kind in _WRITES or reduced or many or any(packet(r) in PRODUCTS for r in readers[node]):
+            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (
+                twice and self.on_cpu and node in heavy
+            )
+            if (
+                kind in PRODUCTS
+                or kind in _WRITES
+                or reduced
+                or many
+                or any(packet(r) in PRODUCTS for r in readers[node])
+            ):
                 written.add(node)
         return written
 
@@ -229,7 +283,11 @@ class _Analysis:
                 if base not in inside:
                     reads[base] = max(reads.get(base, 0), read.nbytes)
             if target is node:
-                in_place[node] = frozenset(b for b, r in self.reads[node].items() if r.aligned and b not in inside and self.sizes[b] == self.sizes[node])
+                in_place[node] = frozenset(
+                    b
+                    for b, r in self.reads[node].items()
+                    if r.aligned and b not in inside and self.sizes[b] == self.sizes[node]
+                )
         maker = maker_of(group[0])
         product = maker if packet(maker) in PRODUCTS else None
         allocated = written if product is not None and group[0] is not product else ()  # several results

@@ -1,9 +1,10 @@
 """What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
 
-A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is given, and a wait hands
-out what its transfer filled. A storage is alive from the line that makes it until no name refers to it; names are let go of where the program
-says so (`del`). While a call runs its temporaries are alive as well. The pool (see [Note: pool] in program/ir.py) is there for the whole run;
-what lies in it has a role, but no bytes of its own. Bytes of the host count on their own, unless host and device are one memory; what rests on disk takes none.
+A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
+given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
+refers to it; names are let go of where the program says so (`del`). While a call runs its temporaries are alive as
+well. The pool (see [Note: pool] in program/ir.py) is there for the whole run; what lies in it has a role, but no bytes
+of its own. Bytes of the host count on their own, unless host and device are one memory; what rests on disk takes none.
 """
 
 from __future__ import annotations
@@ -19,15 +20,27 @@ from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
 from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
 
-ROLES: tuple[str, ...] = ("params", "opt_state", "batch", "gathered", "gradients", "saved", "activations", "temporaries", "idle_pool", "other")
-"""What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute dtype. `gradients`: from the
-backward to the update, whole and sharded. `saved`: kept from the forward for the backward. `activations`: what else functions return. `temporaries`:
-inside a call. `idle_pool`: the part of the pool that nothing lies in. `other`: scalars, the step, the key, literal tensors."""
+ROLES: tuple[str, ...] = (
+    "params",
+    "opt_state",
+    "batch",
+    "gathered",
+    "gradients",
+    "saved",
+    "activations",
+    "temporaries",
+    "idle_pool",
+    "other",
+)
+"""What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute
+dtype. `gradients`: from the backward to the update, whole and sharded. `saved`: kept from the forward for the backward.
+`activations`: what else functions return. `temporaries`: inside a call. `idle_pool`: the part of the pool that nothing
+lies in. `other`: scalars, the step, the key, literal tensors."""
 
 
 class Sample(NamedTuple):
-    """Bytes alive while a line runs, in the order of `ROLES`, and those in the host's memory, where that is another. `line` counts as `Program.walk` does,
-    `turn` is that of the loop around it."""
+    """Bytes alive while a line runs, in the order of `ROLES`, and those in the host's memory, where that is another.
+    `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
 
     line: int
     turn: int
@@ -44,14 +57,28 @@ class Sample(NamedTuple):
 
 
 def resting_bytes(program: Program, tier: str = "device") -> int:
-    """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on another tier."""
-    tiers = {tier, "host"} if tier == "device" and program.mesh.unified_memory else {tier} if tier != "host" or not program.mesh.unified_memory else set()
-    return sum(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize for leaf in program.leaves.values() if leaf.layout.tier in tiers)
+    """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on
+    another tier."""
+    tiers = (
+        {tier, "host"}
+        if tier == "device" and program.mesh.unified_memory
+        else {tier}
+        if tier != "host" or not program.mesh.unified_memory
+        else set()
+    )
+    return sum(
+        leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+        for leaf in program.leaves.values()
+        if leaf.layout.tier in tiers
+    )
 
 
 def disk_bytes(program: Program) -> int:
-    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those that are written on a guess."""
-    on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [program.leaves[n] for n in guessed_leaves(program)]
+    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those
+    that are written on a guess."""
+    on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [
+        program.leaves[n] for n in guessed_leaves(program)
+    ]
     return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
 
 
@@ -90,7 +117,14 @@ class _Memory:
         for value in program.inputs:
             leaf = program.leaves.get(value.name)
             nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-            self._hold(value.name, (_Storage(0 if value.tier == "disk" else nbytes, self.roles[value.name], on_host=self._on_host(value)),))
+            self._hold(
+                value.name,
+                (
+                    _Storage(
+                        0 if value.tier == "disk" else nbytes, self.roles[value.name], on_host=self._on_host(value)
+                    ),
+                ),
+            )
         for function in program.functions.values():
             self.alive[0]["other"] += sum(x.nbytes for x in function.graph.constants.values())
 
@@ -144,7 +178,8 @@ class _Memory:
     # --- what a line makes ---
 
     def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
-        """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then to what it still reads."""
+        """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then
+        to what it still reads."""
         row = OPS[line.op]
         if line.fn:
             made: dict[int, _Storage] = {}
@@ -196,7 +231,9 @@ class _Memory:
         known = self.lying.get(place)
         if known is None or known not in self.references:
             # a rank's part of a gather lies within the gather
-            known = self.lying[place] = _Storage(0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host)
+            known = self.lying[place] = _Storage(
+                0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host
+            )
         return known
 
 
@@ -208,10 +245,15 @@ def roles(program: Program) -> dict[str, str]:
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
-    known = {name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other" for name, role in known.items()}
+    known = {
+        name: role if role in ROLES else "params" if role in ("compute", "mutable") else "other"
+        for name, role in known.items()
+    }
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
-    gradients = {name for name, role in known.items() if role == "gradients"}  # what updates read of the backward, and what that was made of
+    gradients = {
+        name for name, role in known.items() if role == "gradients"
+    }  # what updates read of the backward, and what that was made of
     gathered: set[str] = set()
     copies = _copies(program)
     late: set[str] = set()  # read in the backward
@@ -235,7 +277,11 @@ def roles(program: Program) -> dict[str, str]:
                 role = "gradients"
             elif source is not None:
                 role = known[source]
-            elif value.name in gathered or (OPS[line.op].waits and line.args[0] in gathered) or (line.op == "cast" and known.get(line.args[0]) == "params"):
+            elif (
+                value.name in gathered
+                or (OPS[line.op].waits and line.args[0] in gathered)
+                or (line.op == "cast" and known.get(line.args[0]) == "params")
+            ):
                 role = "gathered"
             elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
                 role = "batch"

@@ -41,7 +41,8 @@ def packet(node: fx.Node) -> object:
 
 
 def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes with each operation right before the first that reads it, as Inductor moves them (its reorder_for_locality)."""
+    """The nodes with each operation right before the first that reads it, as Inductor moves them (its
+    reorder_for_locality)."""
     after: dict[fx.Node | None, fx.Node | None] = {}
     before: dict[fx.Node | None, fx.Node | None] = {}
     for a, b in zip((None, *nodes), (*nodes, None), strict=True):

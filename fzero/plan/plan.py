@@ -1,6 +1,8 @@
-"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on every wire, a timeline.
+"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on
+every wire, a timeline.
 
-It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program came about, nor run it.
+It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program
+came about, nor run it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,18 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.plan.cost import HOST, as_used, channel, cost_of, host_bytes, model_flops, on_host, on_mesh, seconds, temporaries
+from fzero.plan.cost import (
+    HOST,
+    as_used,
+    channel,
+    cost_of,
+    host_bytes,
+    model_flops,
+    on_host,
+    on_mesh,
+    seconds,
+    temporaries,
+)
 from fzero.plan.devices import Device, get_device
 from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
 from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
@@ -31,9 +44,11 @@ class At(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A queue of transfers in one step of a rank: bytes it moves, how many transfers, seconds they take, seconds that compute waits for them.
+    """A queue of transfers in one step of a rank: bytes it moves, how many transfers, seconds they take, seconds that
+    compute waits for them.
 
-    `host` is one too, where an asynchronous device has functions that the host computes: bytes they read and write there, how many they are.
+    `host` is one too, where an asynchronous device has functions that the host computes: bytes they read and write
+    there, how many they are.
     """
 
     bytes: int
@@ -71,18 +86,20 @@ class Plan:
         name, mesh: of the program.
         device: whose rates were used, with its rank's share of the host.
         backend: that the functions were assumed to be built with.
-        step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in which they wait for transfers.
+        step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in
+            which they wait for transfers.
         channels: by name: `gather:data`, `reduce:data`, `to_host`, `to_device`, `disk`, `host`.
         waits: every line that waits, in order.
-        peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what it is for, `breakdown`.
+        peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what
+            it is for, `breakdown`.
         resting_bytes: the state on the device between steps.
-        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then counts it. `host_breakdown`: what that
-            peak is for.
+        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then
+            counts it. `host_breakdown`: what that peak is for.
         disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
-        mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for `model_flops` at its peak, in the dtype
-            that most products run in. None if the device's peak is not known.
+        mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for
+            `model_flops` at its peak, in the dtype that most products run in. None if the device's peak is not known.
         speed_of_light: likewise at the rate that it attains.
         memory: a sample a line that runs, in order; of a loop, two turns.
         events: the timeline.
@@ -135,16 +152,21 @@ class Plan:
     def busy(self) -> dict[str, float]:
         """The share of the step that each queue is busy, `compute` and the channels, the busiest first."""
         seconds = {COMPUTE: self.compute_seconds, **{name: c.busy_seconds for name, c in self.channels.items()}}
-        return {name: s / self.step_seconds if self.step_seconds else 0.0 for name, s in sorted(seconds.items(), key=lambda item: -item[1])}
+        return {
+            name: s / self.step_seconds if self.step_seconds else 0.0
+            for name, s in sorted(seconds.items(), key=lambda item: -item[1])
+        }
 
     @property
     def bound_by(self) -> str:
-        """The queue that bounds the step: the busiest. Its share in `busy` is what the step reaches of its ceiling, in which all else hides behind it. On a
-        CPU, where transfers between ranks and functions take turns, no step reaches that."""
+        """The queue that bounds the step: the busiest. Its share in `busy` is what the step reaches of its ceiling, in
+        which all else hides behind it. On a CPU, where transfers between ranks and functions take turns, no step
+        reaches that."""
         return next(iter(self.busy))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is for."""
+        """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is
+        for."""
         from fzero.plan.render import as_json
 
         return _written(as_json(self), path)
@@ -175,19 +197,28 @@ class Plan:
         picture(self, Path(path), None if budget is None else parse_bytes(budget))
 
 
-def plan(program: Program, device: Device | str | None = None, *, backend: str = "inductor", decisions: Sequence[Decision] = ()) -> Plan:
+def plan(
+    program: Program,
+    device: Device | str | None = None,
+    *,
+    backend: str = "inductor",
+    decisions: Sequence[Decision] = (),
+) -> Plan:
     """What a finished program costs each rank in one step. No device is touched.
 
     Args:
         program: lowered and ordered.
-        device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this machine's.
+        device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this
+            machine's.
         backend: that its functions will be built with: it decides what a call holds in between.
         decisions: that made it this program.
 
     Raises:
         FzeroValueError: an unknown device.
     """
-    found = on_mesh(device if isinstance(device, Device) else get_device(device, program.mesh.device_type), program.mesh)
+    found = on_mesh(
+        device if isinstance(device, Device) else get_device(device, program.mesh.device_type), program.mesh
+    )
     walked = list(program.walk())
     line_of = statements(program)
     timeline, memory = _timeline(program, found, backend), _memory(program, found, backend)
@@ -202,7 +233,9 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
-    host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))  # a pool is there all along
+    host_peak = max(
+        memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")])
+    )  # a pool is there all along
     flops, dtype = model_flops(program), compute_dtype(program)
     stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
     return Plan(
@@ -213,7 +246,10 @@ def plan(program: Program, device: Device | str | None = None, *, backend: str =
         step_seconds=timeline.step_seconds,
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,
-        channels={q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q]) for q, n in sorted(sent.items())},
+        channels={
+            q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q])
+            for q, n in sorted(sent.items())
+        },
         waits=tuple(Wait(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
         peak_bytes=peak.total,
         peak_line=At(peak.line, line_of[peak.line]),
@@ -246,11 +282,15 @@ def step_seconds(program: Program, device: Device, backend: str) -> float:
 
 
 def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
-    """Those of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then ...", as long as compute before the first
-    update and that queue from there on."""
+    """Those of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then ...",
+    as long as compute before the first update and that queue from there on."""
     found = _timeline(program, device, backend)
     busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
-    then = {f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0) for queue, seconds in busy.items() if queue != COMPUTE}
+    then = {
+        f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
+        for queue, seconds in busy.items()
+        if queue != COMPUTE
+    }
     return found.step_seconds, {**busy, **then}
 
 
@@ -261,7 +301,9 @@ def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
 
 def _timeline(program: Program, device: Device, backend: str) -> Timeline:
     rates = as_used(device, program)
-    return simulate(program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous)
+    return simulate(
+        program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous
+    )
 
 
 def fits(plan: Plan, budget: str | int) -> bool:

@@ -1,8 +1,9 @@
-"""A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its host.
+"""A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its
+host.
 
-[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device are those of a rank that has its
-host alone; a plan gives each an equal share for as many ranks as the mesh has there. Measured rates are those of a rank while all are busy, and are
-taken as they are.
+[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device
+are those of a rank that has its host alone; a plan gives each an equal share for as many ranks as the mesh has there.
+Measured rates are those of a rank while all are busy, and are taken as they are.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """What the ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's threads are on one. `ranks`: as many as a device's
-    rates of both are for. See [Note: the host's share]."""
+    """What the ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's threads are
+    on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
 
     what: str
     sockets: int = 1
@@ -62,7 +63,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a mesh and its links. Rates are per rank, with all ranks of the host busy but for what `host` divides.
+    """One device of a mesh and its links. Rates are per rank, with all ranks of the host busy but for what `host`
+    divides.
 
     Attributes:
         flops: attainable FLOP/s of large matrix products, by dtype name (`"float32"`, `"bfloat16"`, …).
@@ -71,17 +73,21 @@ class Device:
         links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
         devices_per_host: ranks that share a host.
         call_seconds: fixed cost of one call of a compiled function.
-        asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a copy by the thread that waits for it.
+        asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a
+            copy by the thread that waits for it.
         host_copy: between the device's memory and the host's, one direction.
-        host_memory_bandwidth: bytes/s that functions on the host read and write together, with all threads of the rank: an update of what rests there.
+        host_memory_bandwidth: bytes/s that functions on the host read and write together, with all threads of the rank:
+            an update of what rests there.
         disk_read, disk_write: of this rank's share of the host's disk, while it does nothing else.
-        disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they took turns.
+        disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they
+            took turns.
         host: what the ranks of a host share; None of a measurement, which was made while they all did.
         source: where the numbers come from.
         machine: of a calibration, what it is valid for.
-        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing were masked; where it is not
-            listed, that of products.
-        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if that is not known.
+        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing
+            were masked; where it is not listed, that of products.
+        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if
+            that is not known.
     """
 
     name: str
@@ -104,8 +110,8 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
-        """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of fused attention, "forward" or
-        "backward"."""
+        """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of
+        fused attention, "forward" or "backward"."""
         name = str(dtype).removeprefix("torch.")
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
@@ -153,5 +159,8 @@ class Device:
                 raise ValueError("; ".join(problems))
             return device
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problems, fix = [f"{type(error).__name__}: {error}"], "write it with Device.to_json, or measure again: fzero calibrate"
+            problems, fix = (
+                [f"{type(error).__name__}: {error}"],
+                "write it with Device.to_json, or measure again: fzero calibrate",
+            )
             raise FzeroValueError(message("calibrate", f"{what} is not a calibration file", problems, fix)) from error

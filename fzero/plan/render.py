@@ -24,7 +24,8 @@ _LONGEST_WAITS = 5
 
 
 class Table(NamedTuple):
-    """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all columns are text, in lines."""
+    """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all
+    columns are text, in lines."""
 
     title: str
     columns: Sequence[str]
@@ -48,11 +49,17 @@ def tables(plan: Plan) -> list[Table]:
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
         ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
     ]
-    out = [Table(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals)]
+    out = [
+        Table(
+            f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals
+        )
+    ]
     roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(Table("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
-        on_host = ", ".join(f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n)
+        on_host = ", ".join(
+            f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n
+        )
         tiers = [
             ("device", size(plan.resting_bytes), size(plan.peak_bytes), ""),
             ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
@@ -61,7 +68,11 @@ def tables(plan: Plan) -> list[Table]:
         out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
     if plan.channels:
         columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
-        rows = [(queue, *_moved(c), f"{plan.busy[queue]:.1%}", duration(c.exposed_seconds)) for queue, c in plan.channels.items() if c.num_transfers]
+        rows = [
+            (queue, *_moved(c), f"{plan.busy[queue]:.1%}", duration(c.exposed_seconds))
+            for queue, c in plan.channels.items()
+            if c.num_transfers
+        ]
         out.append(Table("transfers", columns, rows))
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
@@ -75,16 +86,26 @@ def tables(plan: Plan) -> list[Table]:
 
 def _utilisation(plan: Plan) -> str:
     attained = f"{plan.speed_of_light:.1%} of what"
-    return f"{attained} the device attains" if plan.mfu is None else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} it attains"
+    return (
+        f"{attained} the device attains"
+        if plan.mfu is None
+        else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} it attains"
+    )
 
 
 def _assumed(plan: Plan) -> Table:
     """The rates that the plan goes by, of the queues that it has."""
     device, host = plan.device, plan.device.host
-    products = (f"{flops / 1e12:.4g} TFLOP/s in {dtype}" for dtype, flops in device.flops.items() if dtype in ("float32", "bfloat16"))
+    products = (
+        f"{flops / 1e12:.4g} TFLOP/s in {dtype}"
+        for dtype, flops in device.flops.items()
+        if dtype in ("float32", "bfloat16")
+    )
     rows = [("memory", size(device.memory_bytes), rate(device.memory_bandwidth)), ("products", "", ", ".join(products))]
     if any(":" in queue for queue in plan.channels):
-        rows += [(f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}") for name, link in device.links.items()]
+        rows += [
+            (f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}") for name, link in device.links.items()
+        ]
     if plan.channels.keys() & {"to_host", "to_device"}:
         rows.append(("host copy", rate(device.host_copy.bandwidth), "each way"))
     shares = [("host memory", device.host_memory_bandwidth)] if HOST in plan.channels else []
@@ -101,7 +122,12 @@ _LINKS = {"intra": "the same host", "inter": "other hosts"}
 
 
 def _moved(channel: Channel) -> tuple[str, ...]:
-    return size(channel.bytes), str(channel.num_transfers), f"{channel.bandwidth / 1e9:.3g}", duration(channel.busy_seconds)
+    return (
+        size(channel.bytes),
+        str(channel.num_transfers),
+        f"{channel.bandwidth / 1e9:.3g}",
+        duration(channel.busy_seconds),
+    )
 
 
 def plain(tables: Iterable[Table]) -> str:
@@ -125,9 +151,13 @@ def draw(tables: Iterable[Table], console: Console) -> None:
         for i, column in enumerate(columns):
             last = i == len(columns) - 1
             if prose:
-                out.add_column(column, ratio=1 if last else None, max_width=None if last else _WIDTH // 3, overflow="fold")
+                out.add_column(
+                    column, ratio=1 if last else None, max_width=None if last else _WIDTH // 3, overflow="fold"
+                )
             else:
-                out.add_column(column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True)
+                out.add_column(
+                    column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True
+                )
         for row in rows:
             out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
         console.print(out)
@@ -145,7 +175,8 @@ def brief(text: str, width: int = 84) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of `memory_columns`."""
+    """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of
+    `memory_columns`."""
     data = {
         "name": plan.name,
         "mesh": plan.mesh,
@@ -169,7 +200,9 @@ def as_json(plan: Plan) -> str:
         "bound_by": plan.bound_by,
         "busy": plan.busy,
         "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},
-        "waits": [{"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits],
+        "waits": [
+            {"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits
+        ],
         "decisions": [d._asdict() for d in plan.decisions],
         "memory_columns": ["line", "turn", *ROLES],
         "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
@@ -188,7 +221,15 @@ def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
     for event in plan.events:
         sample = memory.get((event.line, event.turn)) if event.queue == COMPUTE else None
         if sample is not None:
-            events.append({"ph": "C", "pid": 1, "name": "memory", "ts": event.start * 1e6, "args": dict(zip(ROLES, sample.by_role, strict=True))})
+            events.append(
+                {
+                    "ph": "C",
+                    "pid": 1,
+                    "name": "memory",
+                    "ts": event.start * 1e6,
+                    "args": dict(zip(ROLES, sample.by_role, strict=True)),
+                }
+            )
     if measured is not None:
         events += _process(2, "measured", measured, plan.lines)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
@@ -204,7 +245,17 @@ def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str])
     for e in events:
         if e.seconds > 0:
             args = {"line": e.line, "turn": e.turn, "text": lines[e.line]}
-            out.append({"ph": "X", "pid": pid, "tid": threads[e.queue], "name": e.name, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
+            out.append(
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": threads[e.queue],
+                    "name": e.name,
+                    "ts": e.start * 1e6,
+                    "dur": e.seconds * 1e6,
+                    "args": args,
+                }
+            )
     return out
 
 
@@ -218,7 +269,9 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
-        raise FzeroValueError(message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")) from error
+        raise FzeroValueError(
+            message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")
+        ) from error
     scale, unit = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
     rows = [[s.by_role[i] / scale for s in plan.memory] for i in range(len(ROLES))]
     shown = [i for i in range(len(ROLES)) if any(rows[i])]
@@ -226,7 +279,14 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     colors = ["lightgray" if ROLES[i] == "idle_pool" else f"C{i}" for i in shown]
-    axes.stackplot(range(len(plan.memory)), [rows[i] for i in shown], labels=[ROLES[i] for i in shown], colors=colors, step="mid", linewidth=0)
+    axes.stackplot(
+        range(len(plan.memory)),
+        [rows[i] for i in shown],
+        labels=[ROLES[i] for i in shown],
+        colors=colors,
+        step="mid",
+        linewidth=0,
+    )
     top = plan.peak_bytes / scale
     axes.plot([peak], [top], "k.", markersize=8)
     left = peak < len(plan.memory) / 2
@@ -244,11 +304,25 @@ def picture(plan: Plan, path: Path, budget: int | None) -> None:
         parse_math=False,
     )
     if plan.host_peak_bytes:
-        axes.plot(range(len(plan.memory)), [s.host / scale for s in plan.memory], color="black", linewidth=1, drawstyle="steps-mid", label="host memory")
+        axes.plot(
+            range(len(plan.memory)),
+            [s.host / scale for s in plan.memory],
+            color="black",
+            linewidth=1,
+            drawstyle="steps-mid",
+            label="host memory",
+        )
     if budget is not None:
         axes.axhline(budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set(xlim=(0, max(1, len(plan.memory) - 1)), ylim=(0, 1.2 * max(top, plan.host_peak_bytes / scale, (budget or 0) / scale)))
-    axes.set(xlabel="lines, in the order they run", ylabel=f"{unit} on each rank", title=f"{plan.name} on mesh {plan.mesh}: memory")
+    axes.set(
+        xlim=(0, max(1, len(plan.memory) - 1)),
+        ylim=(0, 1.2 * max(top, plan.host_peak_bytes / scale, (budget or 0) / scale)),
+    )
+    axes.set(
+        xlabel="lines, in the order they run",
+        ylabel=f"{unit} on each rank",
+        title=f"{plan.name} on mesh {plan.mesh}: memory",
+    )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=150)

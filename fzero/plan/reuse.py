@@ -1,8 +1,10 @@
-"""How a compiler lays out the memory inside a function: the order of its kernels, and which buffer lies where another lay.
+"""How a compiler lays out the memory inside a function: the order of its kernels, and which buffer lies where another
+lay.
 
-Both are choices of torch's Inductor, repeated here as its code makes them (torch/_inductor/memory.py, codegen/wrapper.py): it takes, of a few orders, the
-one with the lowest peak, then lets a pointwise result overwrite an operand that nobody reads after, and a new buffer take the place of one of the
-same size and dtype that was let go of, if holding that one does not raise the peak.
+Both are choices of torch's Inductor, repeated here as its code makes them (torch/_inductor/memory.py,
+codegen/wrapper.py): it takes, of a few orders, the one with the lowest peak, then lets a pointwise result overwrite an
+operand that nobody reads after, and a new buffer take the place of one of the same size and dtype that was let go of,
+if holding that one does not raise the peak.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def best_order(found: Kernels) -> list[int]:
 
 
 def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node], Lives]:
-    """For each buffer the first that lay in its memory, and the lives of those, from their first kernel to the last of any that took their place."""
+    """For each buffer the first that lay in its memory, and the lives of those, from their first kernel to the last of
+    any that took their place."""
     lived, spans = lives(found, order), _spans(found, order)
     before = _predecessors(found, order, lived, spans)
     out: Lives = {}
@@ -71,7 +74,12 @@ def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
     """For each step the first and last of those that are one call: on a CPU all kernels between two products."""
     out: list[tuple[int, int]] = []
     for step, i in enumerate(order):
-        follows = found.on_cpu and step > 0 and found.kernels[i].product is None and found.kernels[order[step - 1]].product is None
+        follows = (
+            found.on_cpu
+            and step > 0
+            and found.kernels[i].product is None
+            and found.kernels[order[step - 1]].product is None
+        )
         out.append((out[-1][0] if follows else step, step))
     for step in reversed(range(len(out) - 1)):
         if out[step + 1][0] == out[step][0]:
@@ -79,13 +87,19 @@ def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
     return out
 
 
-def _predecessors(found: Kernels, order: Sequence[int], lived: Lives, spans: Sequence[tuple[int, int]]) -> Mapping[fx.Node, fx.Node]:
+def _predecessors(
+    found: Kernels, order: Sequence[int], lived: Lives, spans: Sequence[tuple[int, int]]
+) -> Mapping[fx.Node, fx.Node]:
     """For each buffer that lies where another lay, which one."""
     held = _estimate(found, order, lived)
     highest = max(held, default=0)
-    aligned = {b for k in found.kernels for b in k.writes if b not in k.allocated}  # the compiler does not trust what others allocate
+    aligned = {
+        b for k in found.kernels for b in k.writes if b not in k.allocated
+    }  # the compiler does not trust what others allocate
     before: dict[fx.Node, fx.Node] = {}
-    free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(list)  # by size and dtype: buffers let go of, and after which step
+    free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(
+        list
+    )  # by size and dtype: buffers let go of, and after which step
     waiting: list[fx.Node] = []  # let go of when this call is over
     dying: dict[int, list[fx.Node]] = defaultdict(list)
     for buffer, (_, last) in lived.items():
@@ -97,7 +111,10 @@ def _predecessors(found: Kernels, order: Sequence[int], lived: Lives, spans: Seq
         for buffer in kernel.writes:
             if buffer in found.inputs or buffer in kernel.allocated:
                 continue
-            taken = next((b for b in left if b in kernel.in_place.get(buffer, ()) and _key(found, b) == _key(found, buffer)), None)
+            taken = next(
+                (b for b in left if b in kernel.in_place.get(buffer, ()) and _key(found, b) == _key(found, buffer)),
+                None,
+            )
             if taken is not None and not overwritten:  # a second operand of a kernel is hardly ever found free
                 overwritten = True
                 left.remove(taken)
@@ -138,7 +155,8 @@ def _made(found: Kernels, i: int) -> int:
 
 
 def _least_first(found: Kernels) -> list[int]:
-    """Of the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the least."""
+    """Of the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
+    least."""
     takes, followers = [_made(found, i) + k.vanishing for i, k in enumerate(found.kernels)], _successors(found)
     touched = [{b for b in (*k.reads, *k.writes) if b not in found.inputs} for k in found.kernels]
     readers = Counter(b for buffers in touched for b in buffers)
@@ -183,7 +201,10 @@ def _earliest_first(found: Kernels) -> list[int]:
 
 def _depth_first(found: Kernels) -> list[int]:
     """The kernels that touch the least first, each right after what it needs."""
-    touched = [_made(found, i) + sum(found.sizes[b] for b in k.reads if b not in found.inputs) for i, k in enumerate(found.kernels)]
+    touched = [
+        _made(found, i) + sum(found.sizes[b] for b in k.reads if b not in found.inputs)
+        for i, k in enumerate(found.kernels)
+    ]
     done: dict[int, None] = {}
     for start in sorted(range(len(touched)), key=lambda i: (touched[i], i)):
         todo = [start]

@@ -21,21 +21,24 @@ _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
 def temporaries(function: Function, backend: str = "inductor", device: torch.device | None = None) -> int:
     """Most bytes alive at once inside a call beyond its inputs and outputs, worked out once per function and backend.
 
-    Outputs count from the kernel that makes them, so what is alive before that may take their place; but those that are made in buffers given for them
-    (`function.into`) are there all along.
+    Outputs count from the kernel that makes them, so what is alive before that may take their place; but those that are
+    made in buffers given for them (`function.into`) are there all along.
 
     Args:
         function: a function of a program.
-        backend: "inductor": values that kernels are fused over need no memory, kernels run in the order with the lowest peak, and memory is used again;
-            "eager": every operation's result needs memory, in the order of the graph.
-        device: of this machine, if it is to run there: without native bfloat16, operands and results of products exist in float32 as well.
+        backend: "inductor": values that kernels are fused over need no memory, kernels run in the order with the lowest
+            peak, and memory is used again; "eager": every operation's result needs memory, in the order of the graph.
+        device: of this machine, if it is to run there: without native bfloat16, operands and results of products exist
+            in float32 as well.
     """
     known = _peaks.setdefault((backend, device), weakref.WeakKeyDictionary())
     if function not in known:
         graph = function.graph
         if device is not None:
             graph = on_device(graph, device)
-        known[function] = _eager(into_buffers(graph, function.into)) if backend == "eager" else _compiled(graph, function.into)
+        known[function] = (
+            _eager(into_buffers(graph, function.into)) if backend == "eager" else _compiled(graph, function.into)
+        )
     return known[function]
 
 
@@ -45,15 +48,19 @@ def _eager(graph: Recorded) -> int:
 
 
 def _compiled(graph: Recorded, into: tuple[int, ...]) -> int:
-    """Of a compiled function, which makes a result in the buffer given for it if it allocates the result's memory, and for that result alone; else it copies
-    the result there (build/cpp_kernels.py)."""
+    """Of a compiled function, which makes a result in the buffer given for it if it allocates the result's memory, and
+    for that result alone; else it copies the result there (build/cpp_kernels.py)."""
     found = kernels(graph)
     order = best_order(found)
     first, lived = shared(found, order)
     places = [found.buffers[node] for node in graph.outputs]
     count = Counter(first[b] for b in places if b in first)
     foreign = {b for kernel in found.kernels for b in kernel.allocated}
-    given = {first[places[i]] for i in into if places[i] in first and count[first[places[i]]] == 1 and first[places[i]] not in foreign}
+    given = {
+        first[places[i]]
+        for i in into
+        if places[i] in first and count[first[places[i]]] == 1 and first[places[i]] not in foreign
+    }
     returned = {b for i, b in enumerate(places) if i not in into}
     return _beyond(found, {b: life for b, life in lived.items() if b not in given}, returned)
 

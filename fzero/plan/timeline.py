@@ -1,15 +1,17 @@
 """When every line of a program runs: a simulation of one rank's queues.
 
-[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of its own: `gather:data`,
-`reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device. Gathers and reductions over one axis share its link: one runs
-after the other, in the order of their starts, as if each had it to itself. On an asynchronous device, and to and from a disk, a start puts
-its transfer in its channel at the moment compute comes to it; the transfer begins once the channel is free, and a wait holds compute until it is done. On
+[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of
+its own: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.
+Gathers and reductions over one axis share its link: one runs after the other, in the order of their starts, as if each
+had it to itself. On an asynchronous device, and to and from a disk, a start puts its transfer in its channel at the
+moment compute comes to it; the transfer begins once the channel is free, and a wait holds compute until it is done. On
 a device that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
 
-[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. It takes no time for that and is as far ahead as it
-may be, but for three things that hold it: a function that the host computes, for as long as that takes (the queue `host`), and the waits of `to_host` and of
-`disk`, until the transfer is done. Lines that come later begin no sooner than the thread is free again; what the device was told before goes on meanwhile. If
-the device runs out of work, that is exposed time of what holds the thread.
+[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. It takes no time
+for that and is as far ahead as it may be, but for three things that hold it: a function that the host computes, for as
+long as that takes (the queue `host`), and the waits of `to_host` and of `disk`, until the transfer is done. Lines that
+come later begin no sooner than the thread is free again; what the device was told before goes on meanwhile. If the
+device runs out of work, that is exposed time of what holds the thread.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _ALIKE = 1e-9  # of a turn's seconds: turns that differ by less are one another'
 
 
 class Event(NamedTuple):
-    """Something that took `seconds` in a queue. `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
+    """Something that took `seconds` in a queue. `line` counts as `Program.walk` does, `turn` is that of the loop around
+    it."""
 
     queue: str
     name: str
@@ -48,7 +51,9 @@ class Timeline:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     exposed: dict[int, float] = field(default_factory=dict)  # by the line that waits
     waited: dict[int, str] = field(default_factory=dict)  # the channel that a line waits for
-    before_update: dict[str, float] = field(default_factory=dict)  # by channel, and of compute: how long it was busy before the first update
+    before_update: dict[str, float] = field(
+        default_factory=dict
+    )  # by channel, and of compute: how long it was busy before the first update
 
     @property
     def exposed_seconds(self) -> float:
@@ -72,14 +77,20 @@ class _Simulation:
         self.seconds = [seconds(line) for line, _ in program.walk()]
         self.line_channel = [channel(line) for line, _ in program.walk()]
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
-        self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}  # channels whose waits hold the host's thread
+        self.holds = (
+            {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
+        )  # channels whose waits hold the host's thread
         self.size = [1 + sum(1 for _ in _inner(line)) for line, _ in program.walk()]
         self.found = Timeline()
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
-        self.held: list[tuple[Event, str]] = []  # what held it since compute last had nothing to do, each with its queue
+        self.held: list[
+            tuple[Event, str]
+        ] = []  # what held it since compute last had nothing to do, each with its queue
         self.free: dict[str, float] = {}  # when a link has done all it was given
-        self.moving: dict[str, tuple[str, float]] = {}  # a handle's channel, and when its transfer is done, or how long it will take
+        self.moving: dict[
+            str, tuple[str, float]
+        ] = {}  # a handle's channel, and when its transfer is done, or how long it will take
 
     def run(self) -> Timeline:
         self._lines(self.program.lines, 0, 0)
@@ -188,7 +199,8 @@ class _Simulation:
                 return
 
     def _ahead(self, begin: float) -> dict[str, float]:
-        """How long each link will still be busy when compute is not, and the host's thread; less than nothing of a thread that was held in this turn."""
+        """How long each link will still be busy when compute is not, and the host's thread; less than nothing of a
+        thread that was held in this turn."""
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
 

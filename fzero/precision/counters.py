@@ -1,7 +1,9 @@
-"""What `mixed_precision("auto")` counts: how often each parameter's block overflows or underflows, as a part of the state.
+"""What `mixed_precision("auto")` counts: how often each parameter's block overflows or underflows, as a part of the
+state.
 
-Counts are kept for parameters, not for blocks: how many those are is known before the step is traced, and it is parameters that are computed with in one
-dtype or another. Blocks that share a parameter move together, so they are counted together.
+Counts are kept for parameters, not for blocks: how many those are is known before the step is traced, and it is
+parameters that are computed with in one dtype or another. Blocks that share a parameter move together, so they are
+counted together.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import torch
 from fzero.precision.statistics import Watched
 
 LIMIT = 256
-"""A parameter with this count is computed with in float32 from the next build on; it stays until then, and is one more from then on."""
+"""A parameter with this count is computed with in float32 from the next build on; it stays until then, and is one more
+from then on."""
 OVERFLOW = 8
-"""What an overflow adds to a count; a step without one takes 1 away. So 32 overflows in a row reach the limit, or more than one in 9 steps for long, and what
-a growing loss scale brings, one in thousands, does not."""
+"""What an overflow adds to a count; a step without one takes 1 away. So 32 overflows in a row reach the limit, or more
+than one in 9 steps for long, and what a growing loss scale brings, one in thousands, does not."""
 UNDERFLOW = 0.5
-"""The share of a block's gradient, zeros aside, above which a step adds 1 to the other count; any other step takes 1 away."""
+"""The share of a block's gradient, zeros aside, above which a step adds 1 to the other count; any other step takes 1
+away."""
 
 
 class PrecisionState(NamedTuple):
@@ -29,11 +33,14 @@ class PrecisionState(NamedTuple):
     underflows: torch.Tensor  # int32[number of parameters]
 
 
-def counted(state: PrecisionState, watched: Watched, statistics: Mapping[str, torch.Tensor], safer: Sequence[bool] = ()) -> PrecisionState:
+def counted(
+    state: PrecisionState, watched: Watched, statistics: Mapping[str, torch.Tensor], safer: Sequence[bool] = ()
+) -> PrecisionState:
     """The state after a step.
 
-    An overflow is that of one block, the one in which it begins: the first in the order of the forward with an output that is not finite; or, if there is
-    none, the last with a gradient that is not, for the backward passes it on to all blocks before. Code outside blocks comes last, and has no counts.
+    An overflow is that of one block, the one in which it begins: the first in the order of the forward with an output
+    that is not finite; or, if there is none, the last with a gradient that is not, for the backward passes it on to all
+    blocks before. Code outside blocks comes last, and has no counts.
 
     Args:
         state: before the step.
@@ -55,13 +62,18 @@ def counted(state: PrecisionState, watched: Watched, statistics: Mapping[str, to
     def moved(count: torch.Tensor, hit: torch.Tensor, rise: int) -> torch.Tensor:
         here = torch.logical_and(own, hit).any(1).to(torch.int32)
         new = torch.where(count >= LIMIT, count, (count + here * (rise + 1) - 1).clamp(0, LIMIT))
-        return new if not safer else torch.where(torch.logical_and(torch.tensor(safer, device=device), new >= LIMIT), LIMIT + 1, new)
+        return (
+            new
+            if not safer
+            else torch.where(torch.logical_and(torch.tensor(safer, device=device), new >= LIMIT), LIMIT + 1, new)
+        )
 
     return PrecisionState(moved(state.overflows, begins, OVERFLOW), moved(state.underflows, lost, 1))
 
 
 def _families(watched: Watched) -> tuple[list[int], list[int]]:
-    """A number for each block and for each parameter: the same for what shares parameters; -1 for code outside blocks, -2 for a parameter of no block."""
+    """A number for each block and for each parameter: the same for what shares parameters; -1 for code outside blocks,
+    -2 for a parameter of no block."""
     family = list(range(len(watched.names) - 1))
     first: dict[int, int] = {}  # a parameter -> the first block that takes it
     for number, reads in enumerate(watched.reads[:-1]):

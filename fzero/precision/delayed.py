@@ -1,7 +1,9 @@
-"""Delayed scaling: operands of products in 8 bits are rounded by their largest magnitudes of the last steps, which are a part of the state.
+"""Delayed scaling: operands of products in 8 bits are rounded by their largest magnitudes of the last steps, which are
+a part of the state.
 
-A slot is what the products with one parameter read besides it: its input, or the gradient of its output. Slots are kept for all parameters, for how many those
-are is known before the step is traced; what shares a slot, such as two calls of a block with the same parameters, shares its scale.
+A slot is what the products with one parameter read besides it: its input, or the gradient of its output. Slots are kept
+for all parameters, for how many those are is known before the step is traced; what shares a slot, such as two calls of
+a block with the same parameters, shares its scale.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Slot(NamedTuple):
 class Fp8State(NamedTuple):
     """What the state remembers of operands in 8 bits."""
 
-    history: torch.Tensor  # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first; 0: none
+    # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first; 0:
+    # none
+    history: torch.Tensor
 
 
 def advanced(state: Fp8State, slots: Sequence[Slot], largest: torch.Tensor) -> Fp8State:
@@ -57,7 +61,8 @@ def advanced(state: Fp8State, slots: Sequence[Slot], largest: torch.Tensor) -> F
 
 @functools.lru_cache(maxsize=64)
 def scales(shape: tuple[int, int, int], slots: tuple[tuple[Slot, ...], ...], device: torch.device) -> Recorded:
-    """The function from a history of a shape to the scales of some slots: a float32 vector for each group of them. The scale of what has no history is 1."""
+    """The function from a history of a shape to the scales of some slots: a float32 vector for each group of them. The
+    scale of what has no history is 1."""
     mode = compat.FakeTensorMode()
     with mode:
         fake = compat.new_fake(mode, shape, torch.float32, device)
@@ -75,9 +80,11 @@ class Operands:
     """What is multiplied with some parameters in one function, as its products are replaced (precision/fp8.py).
 
     Attributes:
-        vector: the input with the scales, float32[2 n]: of each parameter those of its input and of the gradient of its output.
+        vector: the input with the scales, float32[2 n]: of each parameter those of its input and of the gradient of its
+            output.
         weights: the n parameters.
-        largest: once `close`d the largest magnitude of what each scale is for, float32[2 n], 0 where that is nothing; None if no product is replaced.
+        largest: once `close`d the largest magnitude of what each scale is for, float32[2 n], 0 where that is nothing;
+            None if no product is replaced.
     """
 
     EACH: ClassVar[int] = len(FORMATS)
@@ -109,7 +116,9 @@ class Operands:
         def run(*xs: torch.Tensor) -> list[torch.Tensor]:
             left = iter(xs)
             of = [[next(left) for _ in self._largest.get(i, ())] for i in range(len(value))]
-            return [torch.stack([functools.reduce(torch.maximum, found) if found else xs[0].new_zeros(()) for found in of])]
+            return [
+                torch.stack([functools.reduce(torch.maximum, found) if found else xs[0].new_zeros(()) for found in of])
+            ]
 
         with value.fake_mode:
             fakes = [compat.new_fake(value.fake_mode, (), torch.float32, value.device) for _ in given]

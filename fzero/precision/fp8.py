@@ -1,15 +1,17 @@
 """Products with selected parameters, done in 8 bits: a rewrite of what was recorded, before it is laid out as lines.
 
-Of each selected parameter three products are known by what they read and make: the one that reads it (through views and casts), the one that makes the
-gradient of its input, which reads it too, and the one whose result becomes its gradient. Each is replaced by two roundings and one `scaled_mm`
-(fzero/operators/scaled_matmul.py); equal roundings are one, so that what the forward rounded is there for the backward. A product is done so if it is a whole
-parameter that it reads, and if its three dims are multiples of 16.
+Of each selected parameter three products are known by what they read and make: the one that reads it (through views and
+casts), the one that makes the gradient of its input, which reads it too, and the one whose result becomes its gradient.
+Each is replaced by two roundings and one `scaled_mm` (fzero/operators/scaled_matmul.py); equal roundings are one, so
+that what the forward rounded is there for the backward. A product is done so if it is a whole parameter that it reads,
+and if its three dims are multiples of 16.
 
-A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels. Every rank rounds its shard by the largest
-of all ranks' scales, which is that of the whole.
+A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels.
+Every rank rounds its shard by the largest of all ranks' scales, which is that of the whole.
 
-What is multiplied with a parameter may be rounded by a scale that is known before the step (fzero/precision/delayed.py): a function has a vector of them as
-an input more, and the operands' largest magnitudes as a result more, a block that of its backward.
+What is multiplied with a parameter may be rounded by a scale that is known before the step
+(fzero/precision/delayed.py): a function has a vector of them as an input more, and the operands' largest magnitudes as
+a result more, a block that of its backward.
 
 It must not know which parameters to select, or why.
 """
@@ -45,9 +47,11 @@ class InFp8:
 
     Attributes:
         selects: whether those with a parameter are.
-        rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has one.
+        rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has
+            one.
         gathers: whether sharded parameters travel in 8 bits.
-        history: of how many steps what is multiplied with a parameter is rounded by the largest magnitude; None: by its own, as parameters always are.
+        history: of how many steps what is multiplied with a parameter is rounded by the largest magnitude; None: by its
+            own, as parameters always are.
     """
 
     selects: Callable[[Leaf], bool]
@@ -61,7 +65,8 @@ class InFp8:
         return [i for i in params.distinct if i not in refused]
 
     def comes_rounded(self, leaf: Leaf) -> bool:
-        """Whether a selected parameter comes in 8 bits, if nothing but products reads it: a shard, of which all ranks make the whole."""
+        """Whether a selected parameter comes in 8 bits, if nothing but products reads it: a shard, of which all ranks
+        make the whole."""
         return self.gathers and not self.rows and bool(leaf.layout.axes) and leaf.layout.tier == "device"
 
 
@@ -82,9 +87,11 @@ class Rewritten:
     """A function with products in 8 bits.
 
     Attributes:
-        graph: the function. If it has `vectors`, its last result is the largest magnitudes that belong to them, one vector after the other.
+        graph: the function. If it has `vectors`, its last result is the largest magnitudes that belong to them, one
+            vector after the other.
         scales: for each input that comes rounded, as nothing but products reads it, the new input that is its scale.
-        vectors: the new inputs that are scales known before the step, each with the parameters that it is about (see `Operands`).
+        vectors: the new inputs that are scales known before the step, each with the parameters that it is about (see
+            `Operands`).
     """
 
     graph: Recorded
@@ -94,8 +101,8 @@ class Rewritten:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block with the products of some of its inputs replaced, and those by the number of the input. `about`: the inputs that its vector is about, if it
-    has one."""
+    """A block with the products of some of its inputs replaced, and those by the number of the input. `about`: the
+    inputs that its vector is about, if it has one."""
 
     joint: Joint
     uses: Mapping[int, Uses]
@@ -126,13 +133,17 @@ def rewrite(
     blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, Uses] = defaultdict(Uses)
     nodes = list(graph.graph.nodes)
-    delayed = {n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None}  # the calls whose backward can tell what they read
+    delayed = {
+        n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None
+    }  # the calls whose backward can tell what they read
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     new = _NewInputs(graph, len(graph.inputs), "in_{}")
     scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
     about: dict[fx.Node, Sequence[fx.Node]] = {}
     maxima: dict[fx.Node, fx.Node] = {}
-    found, operands = _replace(graph.graph, weights, late, fp8.rows, scales, new if fp8.history is not None and seeds else None)
+    found, operands = _replace(
+        graph.graph, weights, late, fp8.rows, scales, new if fp8.history is not None and seeds else None
+    )
     for weight in found:
         uses[weight].add(found[weight])
     if operands is not None and operands.largest is not None:
@@ -167,7 +178,10 @@ def rewrite(
     return Rewritten(replace(graph), scales, about)
 
 
-_FIX = f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of {MULTIPLE}"
+_FIX = (
+    f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of "
+    f"{MULTIPLE}"
+)
 
 
 def _why(uses: Uses) -> str:
@@ -230,7 +244,8 @@ def _append_result(graph: fx.Graph, vectors: Sequence[fx.Node]) -> None:
 
 
 def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], delayed: bool, rows: bool) -> _Block:
-    """The scales of what is given rounded are inputs behind the others, and behind these those known before the step."""
+    """The scales of what is given rounded are inputs behind the others, and behind these those known before the
+    step."""
     if not selected:
         return _Block(joint, {})
     graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
@@ -238,14 +253,18 @@ def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], dela
     late = reached(graph.graph, places[joint.num_inputs :])
     new = _NewInputs(graph, joint.num_inputs, "primals_{}")
     scales, about = new.rounded([places[i] for i in given]), sorted(selected)
-    found, operands = _replace(graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, new if delayed else None)
+    found, operands = _replace(
+        graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, new if delayed else None
+    )
     if operands is not None and operands.largest is not None:
         _append_result(graph.graph, [operands.largest])
     else:
         about = []
     graph.graph.eliminate_dead_code()
     num_inputs = joint.num_inputs + len(given) + bool(about)
-    return _Block(replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about)
+    return _Block(
+        replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about
+    )
 
 
 def _replace(
@@ -256,15 +275,21 @@ def _replace(
     scales: Mapping[fx.Node, fx.Node],
     new: _NewInputs | None,
 ) -> tuple[dict[fx.Node, Uses], Operands | None]:
-    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those that are rounded already; `new`: if what
-    is multiplied with them is rounded by scales known before the step, which are an input more.
+    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those
+    that are rounded already; `new`: if what is multiplied with them is rounded by scales known before the step, which
+    are an input more.
 
-    Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it keeps, nothing chooses what to keep between
-    two functions.
+    Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it
+    keeps, nothing chooses what to keep between two functions.
     """
     uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
     operands = None if new is None else Operands(new.vector(len(weights)), weights)
-    makes = {product: weight for weight, grad in weights.items() for product in ([] if grad is None else summands(grad)) if product in late}
+    makes = {
+        product: weight
+        for weight, grad in weights.items()
+        for product in ([] if grad is None else summands(grad))
+        if product in late
+    }
     for node in list(graph.nodes):
         run += node.target in (call_block, call_vjp)
         found = factors(node)
@@ -274,7 +299,9 @@ def _replace(
         if not fits(node):
             uses[weight].left.append(dims(found))
             continue
-        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands)
+        made, result = _scaled(
+            graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands
+        )
         runs.update(dict.fromkeys(made, run))
         if node in late:
             late.add(result)
@@ -297,8 +324,9 @@ def _scaled(
     scales: Mapping[fx.Node, fx.Node],
     operands: Operands | None,
 ) -> tuple[list[fx.Node], fx.Node]:
-    """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are viewed as matrices: the views of one
-    tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result among them."""
+    """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are
+    viewed as matrices: the views of one tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result
+    among them."""
     roots = [(f, []) if rows else unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
     given = {i: scales[n] for i, (n, _) in enumerate(roots) if n in scales}
@@ -329,7 +357,9 @@ def _scaled(
         y = y.unsqueeze(0) if batched else y
         return [torch.add(y, xs[2], alpha=beta) if bias else y, *(amax(xs[i]) for i in fresh)]
 
-    fakes = [compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in (n.meta["val"] for n in inputs)]
+    fakes = [
+        compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in (n.meta["val"] for n in inputs)
+    ]
     with out.fake_mode:
         made = record(run, fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
     new, (result, *largest) = inlined(graph, node, made, inputs)

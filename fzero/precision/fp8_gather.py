@@ -1,8 +1,9 @@
 """Parameters that travel in 8 bits: the lines that round shards before they are gathered.
 
-A parameter that rests as a shard, and that nothing but products in 8 bits reads (precision/fp8.py), is cast to float8_e4m3fn by the scale of the whole. That is
-the largest of its shards' scales: `scales` makes one for each leaf of a block, and passes/shard.py puts the reduction of all of them behind. A larger
-number is rounded to no smaller one, and has no smaller scale: so it is the scale of the whole in the dtype that it would be multiplied in otherwise.
+A parameter that rests as a shard, and that nothing but products in 8 bits reads (precision/fp8.py), is cast to
+float8_e4m3fn by the scale of the whole. That is the largest of its shards' scales: `scales` makes one for each leaf of
+a block, and passes/shard.py puts the reduction of all of them behind. A larger number is rounded to no smaller one, and
+has no smaller scale: so it is the scale of the whole in the dtype that it would be multiplied in otherwise.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def in_8_bits(
     functions: Functions,
     names: Names,
 ) -> tuple[Recorded, list[Line], list[Slot]]:
-    """A step's loss and gradients, or an evaluation, with products in 8 bits; the lines before it; and what the numbers are that it has as one result more,
-    if there are any: the largest magnitudes of operands that are rounded by what the state remembers of them.
+    """A step's loss and gradients, or an evaluation, with products in 8 bits; the lines before it; and what the numbers
+    are that it has as one result more, if there are any: the largest magnitudes of operands that are rounded by what
+    the state remembers of them.
 
     Args:
         graph: whose first inputs are the distinct parameters.
@@ -67,20 +69,38 @@ def in_8_bits(
             values.append(Value(names(f"{name}_scale"), (), torch.float32))
             rounded = Value(names(f"{name}_float8"), leaf.shape, E4M3)
             places[i].meta["name"], scales[places[i]].meta["name"] = rounded.name, values[-1].name
-            casts.append(Line("cast", (leaf.path, values[-1].name), (rounded,), attrs={"dtype": E4M3, "through": cast[i].dtype}, by="fp8"))
+            casts.append(
+                Line(
+                    "cast",
+                    (leaf.path, values[-1].name),
+                    (rounded,),
+                    attrs={"dtype": E4M3, "through": cast[i].dtype},
+                    by="fp8",
+                )
+            )
         facts = tuple((params.leaves[i].shape, params.leaves[i].dtype, cast[i].dtype) for i in group)
         fn = functions.add("scales", _scales(facts, graph.inputs[0].meta["val"].device))
-        calls.append(Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": "shards"}, by="fp8"))
+        calls.append(
+            Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": "shards"}, by="fp8")
+        )
     replaced = {cast[i].name for group in groups.values() for i in group}
     position = {node: i for i, node in places.items()}
-    slots = [tuple(Slot(position[w], kind) for w in weights for kind in (False, True)) for weights in new.vectors.values()]
+    slots = [
+        tuple(Slot(position[w], kind) for w in weights for kind in (False, True)) for weights in new.vectors.values()
+    ]
     if slots:
         values = tuple(Value(names("fp8_scales"), tuple(v.meta["val"].shape), torch.float32) for v in new.vectors)
         for vector, value in zip(new.vectors, values, strict=True):
             vector.meta["name"] = value.name
         assert fp8.history is not None
-        made = delayed.scales((fp8.history, len(delayed.FORMATS), len(params.ties)), tuple(slots), graph.inputs[0].meta["val"].device)
-        calls.append(Line("call", (f"{FP8}.history",), values, functions.add("fp8_scales", made), {"scales": "history"}, by="fp8"))
+        made = delayed.scales(
+            (fp8.history, len(delayed.FORMATS), len(params.ties)), tuple(slots), graph.inputs[0].meta["val"].device
+        )
+        calls.append(
+            Line(
+                "call", (f"{FP8}.history",), values, functions.add("fp8_scales", made), {"scales": "history"}, by="fp8"
+            )
+        )
     lines = [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]
     return graph, lines, [s for group in slots for s in group]
 
@@ -89,7 +109,10 @@ def on_shards(graph: Recorded, shapes: Sequence[tuple[int, ...]]) -> Recorded:
     """A function that makes scales, of tensors of other shapes."""
     mode = compat.FakeTensorMode()
     with mode:
-        fakes = [compat.new_fake(mode, s, x.meta["val"].dtype, x.meta["val"].device) for s, x in zip(shapes, graph.inputs, strict=True)]
+        fakes = [
+            compat.new_fake(mode, s, x.meta["val"].dtype, x.meta["val"].device)
+            for s, x in zip(shapes, graph.inputs, strict=True)
+        ]
         return record(graph.module(), fakes, owner="fp8", names=[n.name for n in graph.inputs])
 
 

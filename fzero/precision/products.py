@@ -1,4 +1,5 @@
-"""Products of matrices in a recorded graph: which nodes they are, what they multiply, and which could be done in 8 bits."""
+"""Products of matrices in a recorded graph: which nodes they are, what they multiply, and which could be done in 8
+bits."""
 
 from __future__ import annotations
 

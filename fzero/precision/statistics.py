@@ -1,7 +1,8 @@
 """Watching precision: what the numbers of each block do, as a few statistics that a step computes on its way.
 
-A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf belongs to the first block that takes it as
-a parameter, or to the last entry. Statistics are vectors with a number for each watched block, so that none of them costs a value a block.
+A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf
+belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with a number for
+each watched block, so that none of them costs a value a block.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
         for i in here:
             owner.setdefault(i, number)
     outside = tuple(i for i in params.distinct if i not in owner)
-    return Watched(tuple(_numbered([*names, name])), (*reads, outside), tuple(owner.get(i, len(reads)) for i in params.ties))
+    return Watched(
+        tuple(_numbered([*names, name])), (*reads, outside), tuple(owner.get(i, len(reads)) for i in params.ties)
+    )
 
 
-def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def gradient_statistics(
+    watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     """What the gradients of each watched block are like, in float32.
 
     Args:
@@ -72,7 +77,9 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
     """
     flat = [i for i in grads if grads[i].numel()]
     device = grads[flat[0]].device
-    own = torch.tensor(range(len(watched.names)), device=device)[:, None] == torch.tensor([watched.owner[i] for i in flat], device=device)
+    own = torch.tensor(range(len(watched.names)), device=device)[:, None] == torch.tensor(
+        [watched.owner[i] for i in flat], device=device
+    )
     sizes = [sum(grads[i].numel() for i in flat if watched.owner[i] == number) for number in range(len(watched.names))]
 
     def vector(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -89,14 +96,17 @@ def gradient_statistics(watched: Watched, grads: Mapping[int, torch.Tensor], tin
     num = torch.tensor([float(max(n, 1)) for n in sizes], device=device)
     return {
         "grad_norm": squares.sqrt(),
-        "grad_max": torch.where(squares.isnan(), math.inf, largest),  # not every transfer keeps a nan among larger numbers
+        "grad_max": torch.where(
+            squares.isnan(), math.inf, largest
+        ),  # not every transfer keeps a nan among larger numbers
         "underflow": few / num,
         "zero": zeros / num,
     }
 
 
 def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value among the outputs of each watched block, float32[n]; of the code outside blocks that is the loss. inf if one is nan.
+    """The largest absolute value among the outputs of each watched block, float32[n]; of the code outside blocks that
+    is the loss. inf if one is nan.
 
     Args:
         largest: of the blocks, float32[n - 1]; None if there are none.

@@ -1,6 +1,7 @@
 """Aliases: which result of a line may lie in the memory of which of its arguments.
 
-Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph (fzero/trace/storages.py).
+Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph
+(fzero/trace/storages.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Aliases:
         """Results that may lie in an argument's memory, each with that argument."""
         if not line.fn:
             return OPS[line.op].shares(line)
-        return [(v.name, line.args[x.argument]) for v, x in zip(line.out, self.outputs(line.fn), strict=True) if x.argument is not None]
+        return [
+            (v.name, line.args[x.argument])
+            for v, x in zip(line.out, self.outputs(line.fn), strict=True)
+            if x.argument is not None
+        ]
 
     def own(self, line: Line) -> Iterable[str]:
         """Results that surely share memory with no argument and no other result."""
@@ -38,4 +43,8 @@ class Aliases:
             return [v.name for v in line.out] if OPS[line.op].makes_own else ()
         outputs = self.outputs(line.fn)
         num = Counter(x.root for x in outputs)
-        return [v.name for v, x in zip(line.out, outputs, strict=True) if x.argument is None and num[x.root] == 1 and x.nbytes]
+        return [
+            v.name
+            for v, x in zip(line.out, outputs, strict=True)
+            if x.argument is None and num[x.root] == 1 and x.nbytes
+        ]

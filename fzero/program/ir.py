@@ -5,37 +5,41 @@
   shard(axes)    each rank holds its flat part of it (fzero/layout.py)
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
-Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes, or, `by` another
-reduction, the largest or smallest. Only what is not
-partial may rest in a state, and only a `whole` or a `local` may be returned. Each value has axes of its own: one program has shards over `data`, and, padded
-for the same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in fzero/layout.py). A transfer is over one
+Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes,
+or, `by` another reduction, the largest or smallest. Only what is not
+partial may rest in a state, and only a `whole` or a `local` may be returned. Each value has axes of its own: one
+program has shards over `data`, and, padded for the same `grid` of axes, the shards over `data` and `node` that those
+are cut in (see [Note: several axes] in fzero/layout.py). A transfer is over one
 axis: a gather over the last that its shards were cut over, a reduction over the next that they are to be cut over.
 
-[Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few small
-things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`, `take_part`, `part_index`, `num_valid`, `draw_start`,
-`accumulate`, `add`, `assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
-micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated
-themselves (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names are assigned once,
-but for the leaves of the state: their buffers are donated, and `writes` says which a line overwrites. `redo` compares scalars with the guesses
-that lines with `guess` in their attributes were carried out on, and carries out its body if they differ (fzero/passes/speculate.py);
-a plan counts it as not carried out. `zeros` makes a value of zeros.
+[Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
+small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
+`take_part`, `part_index`, `num_valid`, `draw_start`, `accumulate`, `add`, `assign`, `zeros`; `update` is the whole
+optimizer before it is cut into functions. `loop` repeats a body once a micro-batch; an `accumulate` inside it is the
+sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated themselves
+(`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names
+are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says which a line
+overwrites. `redo` compares scalars with the guesses that lines with `guess` in their attributes were carried out on,
+and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes
+a value of zeros.
 
 A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/operators/scaled_matmul.py).
 
-[Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that are reduced, shards of
-gradients, sums over micro-batches. `Line.into` holds places in it (passes/pool.py):
+[Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that
+are reduced, shards of gradients, sums over micro-batches. `Line.into` holds places in it (passes/pool.py):
   call, cast, buffer, accumulate   one for each result (None: allocated anew); the line writes there
   all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
   reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
   all_reduce_start         the flat of each argument
   wait                     each result, a view of what its transfer filled
 
-[Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line computes where what it reads
-lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each make new values, handed out by their `wait`; with
-`writes` a copy goes over leaves at rest instead, as `disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves
-what is in host memory, or, where the mesh says `gpu_direct`, also what is in the device's: `memory` of the line's attributes says so. Host
-values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`): there copies between the two
-hand out what they are given, and everything lies in one pool.
+[Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line
+computes where what it reads lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each
+make new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as
+`disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves what is in host
+memory, or, where the mesh says `gpu_direct`, also what is in the device's: `memory` of the line's attributes says so.
+Host values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`):
+there copies between the two hand out what they are given, and everything lies in one pool.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ from fzero.trace.record import Recorded
 
 @dataclass(frozen=True)
 class Placement:
-    """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum", "max" or "min". `grid`: of a shard, the
-    axes that it is padded for, where they are more than its own."""
+    """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
+    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
@@ -131,8 +135,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this rank's part along those axes of the
-    flat that begins there."""
+    """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this
+    rank's part along those axes of the flat that begins there."""
 
     offset: int
     numel: int
@@ -168,8 +172,9 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites; `into`: indices of the
-    outputs that it writes into buffers it is given, instead of returning them; `on`: whether the device runs it, or the host."""
+    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites;
+    `into`: indices of the outputs that it writes into buffers it is given, instead of returning them; `on`: whether the
+    device runs it, or the host."""
 
     name: str
     graph: Recorded
@@ -182,7 +187,8 @@ class Function:
 class Program:
     """A step: inputs (the leaves of the state, then the batch), lines, and the names of the outputs.
 
-    `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them that get a new value in each step.
+    `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them
+    that get a new value in each step.
     """
 
     name: str
@@ -241,7 +247,9 @@ class Program:
         """Each line replaced by what `fn` makes of it, innermost first."""
 
         def visit(lines: tuple[Line, ...]) -> tuple[Line, ...]:
-            return tuple(new for line in lines for new in fn(replace(line, body=visit(line.body)) if line.body else line))
+            return tuple(
+                new for line in lines for new in fn(replace(line, body=visit(line.body)) if line.body else line)
+            )
 
         return replace(self, lines=visit(self.lines))
 

@@ -25,7 +25,8 @@ from fzero.trace.subgraph import ancestors, extract, signature, views_of
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position. Equal to itself alone, `alike` to others.
+    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position. Equal to
+    itself alone, `alike` to others.
 
     `ties[i]` is the position of the first leaf that is the same tensor as leaf `i`.
     """
@@ -71,8 +72,9 @@ def run_traced(
     casts: bool = False,
     watch: bool = False,
 ) -> Recorded:
-    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments (trace/block.py). With `watch` the
-    last result is the largest absolute value of each block's outputs, a vector over the calls, if there are any."""
+    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments
+    (trace/block.py). With `watch` the last result is the largest absolute value of each block's outputs, a vector over
+    the calls, if there are any."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
@@ -91,7 +93,8 @@ def run_traced(
 
 
 class Lines:
-    """Turns a recorded graph into lines: a line a block call, and a function for each run of other operations between them."""
+    """Turns a recorded graph into lines: a line a block call, and a function for each run of other operations between
+    them."""
 
     def __init__(self, graph: Recorded, functions: Functions, names: Names, result_names: Mapping[fx.Node, str]):
         self.graph, self.functions, self.names = graph, functions, names
@@ -100,7 +103,9 @@ class Lines:
         self._wanted = result_names
         self._run: list[fx.Node] = []
         self._num_runs = 0
-        self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}  # functions of blocks, and which inputs they read
+        self._cut: dict[
+            tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]
+        ] = {}  # functions of blocks, and which inputs they read
         nodes = graph.graph.nodes
         self._inputs = [n for n in nodes if n.op == "placeholder"]
         self.name.update((n, n.meta["name"]) for n in self._inputs)
@@ -143,16 +148,27 @@ class Lines:
                 self.name[got] = name
             out.append(_value(outputs[i], name))
         inputs = tuple(self.name[a] for a in node.args[2:])  # type: ignore[index]
-        attrs = {"joint": joint, "call": call, "backward": backward, "grads": used if backward else (), "inputs": inputs}
+        attrs = {
+            "joint": joint,
+            "call": call,
+            "backward": backward,
+            "grads": used if backward else (),
+            "inputs": inputs,
+        }
         self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, attrs))
 
     def _flush(self) -> None:
-        """The operations since the last block call, as one function. Views of inputs are remade wherever they are used."""
+        """The operations since the last block call, as one function. Views of inputs are remade wherever they are
+        used."""
         run, self._run = [n for n in self._run if n not in self._views], []
         inside = set(run)
         # A block that takes a view of a parameter needs it as a value: such views join the run before it.
         outputs = [n for n in run if any(u not in inside for u in n.users)]
-        wanted_views = (n for n in self._views if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users))
+        wanted_views = (
+            n
+            for n in self._views
+            if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users)
+        )
         outputs += sorted(wanted_views)  # in the order of the graph: a set has the order of addresses
         if not outputs:
             return
@@ -163,7 +179,14 @@ class Lines:
         for node in outputs:
             self.name[node] = self.names(self._wanted.get(node) or f"t_{self._num_runs}_{len(out)}")
             out.append(_value(node, self.name[node]))
-        self.lines.append(Line("call", tuple(self.name[n] for n in inputs), tuple(out), self.functions.add(f"glue_{self._num_runs}", graph)))
+        self.lines.append(
+            Line(
+                "call",
+                tuple(self.name[n] for n in inputs),
+                tuple(out),
+                self.functions.add(f"glue_{self._num_runs}", graph),
+            )
+        )
 
 
 def _value(node: fx.Node, name: str) -> Value:

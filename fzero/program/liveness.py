@@ -1,9 +1,10 @@
 """Live ranges of program values, including reads by other ranks where ranks share memory.
 
-[Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another may still be reading. It has
-read all it needs once a later transfer over the same axis, started after that wait, has arrived: every rank starts its transfers in the same order.
-Until then the region stays taken. It costs nothing but the distance to the next transfer, and needs no message of its own. But the last wait in a
-loop returns only when all ranks are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
+[Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another
+may still be reading. It has read all it needs once a later transfer over the same axis, started after that wait, has
+arrived: every rank starts its transfers in the same order. Until then the region stays taken. It costs nothing but the
+distance to the next transfer, and needs no message of its own. But the last wait in a loop returns only when all ranks
+are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
 """
 
@@ -23,7 +24,8 @@ Interval = tuple[int, int]
 
 
 class Uses:
-    """The lines of a program by their numbers, with those that make and read each value. A line that has a body comes before it."""
+    """The lines of a program by their numbers, with those that make and read each value. A line that has a body comes
+    before it."""
 
     def __init__(self, program: Program):
         self.mesh = program.mesh
@@ -48,7 +50,11 @@ class Uses:
             for value in line.out:
                 self.made[value.name] = i
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
-        self.starts = [(i, self.waits[line.out[0].name], line.attrs["axes"]) for i, (line, _) in enumerate(self.lines) if line.op in COLLECTIVES]
+        self.starts = [
+            (i, self.waits[line.out[0].name], line.attrs["axes"])
+            for i, (line, _) in enumerate(self.lines)
+            if line.op in COLLECTIVES
+        ]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
         # of each loop and axis the starts, and the first wait of any transfer from that start on
@@ -68,7 +74,8 @@ class Uses:
         return self.lines[one][1] == self.lines[other][1]
 
     def until(self, last: int, wait: int, axes: tuple[str, ...]) -> int:
-        """The line at which both the last reader here and, where memory is shared, the other ranks' reads at their wait are done."""
+        """The line at which both the last reader here and, where memory is shared, the other ranks' reads at their wait
+        are done."""
         if not self.mesh.shared_memory:
             return last
         span = self.lines[wait][1]
@@ -80,8 +87,11 @@ class Uses:
         return max(last, read)
 
 
-def _numbered(lines: Sequence[Line], span: Interval | None = None, at: int = 0) -> Iterator[tuple[Line, Interval | None]]:
-    """Lines in the order of their text, each with the first and last number of the loop it is in. The line that has a body comes before it."""
+def _numbered(
+    lines: Sequence[Line], span: Interval | None = None, at: int = 0
+) -> Iterator[tuple[Line, Interval | None]]:
+    """Lines in the order of their text, each with the first and last number of the loop it is in. The line that has a
+    body comes before it."""
     for line in lines:
         yield line, span
         at += 1

@@ -1,8 +1,8 @@
 """Printing a program: valid Python, with the dtype, shape and placement of every result beside it.
 
-The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that differ only in
-their numbers, where each number goes up or down evenly. It is for reading; its names are those of the flat form with the number in
-brackets.
+The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
+differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the
+flat form with the number in brackets.
 """
 
 from __future__ import annotations
@@ -46,23 +46,41 @@ class Printed:
             head, results = self.text().rstrip(), []
         else:
             head = f"{pad}) = {self.code}"
-            results = [f"{pad}(", *(_noted(f"{pad}    {name},", kind) for name, kind in zip(self.out, self.types, strict=True))]
+            results = [
+                f"{pad}(",
+                *(_noted(f"{pad}    {name},", kind) for name, kind in zip(self.out, self.types, strict=True)),
+            ]
         return "\n".join([*results, *_wrapped(head, note)])
 
 
 def source(program: Program) -> str:
     """The code that runs: Python source of one function, flat."""
-    return "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)]) + "\n"
+    return (
+        "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)])
+        + "\n"
+    )
 
 
 def show(program: Program, *, fold: bool = True) -> str:
-    """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every line that runs."""
+    """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every
+    line that runs."""
     if not isinstance(program, Program):
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))
     header = [f"# {line}".rstrip() for line in _header(program)]
     body = _flat(program.lines, program, 1)
-    return "\n".join([*header, "", _signature(program), *(p.render() for p in (_fold(body) if fold else body)), *_wrapped(_returns(program), "")]) + "\n"
+    return (
+        "\n".join(
+            [
+                *header,
+                "",
+                _signature(program),
+                *(p.render() for p in (_fold(body) if fold else body)),
+                *_wrapped(_returns(program), ""),
+            ]
+        )
+        + "\n"
+    )
 
 
 def name_of(program: Program) -> str:
@@ -91,7 +109,8 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
 
 
 def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
-    """A statement a line, and a `del` where a name is read for the last time; one of its own for what the lines of several micro-batches read."""
+    """A statement a line, and a `del` where a name is read for the last time; one of its own for what the lines of
+    several micro-batches read."""
     out: list[Printed] = []
     readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
     for line in lines:
@@ -118,23 +137,32 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
     named = list(_named(lines))
     for i, names in enumerate(named):
         last.update((name, i) for name in names)
-    made = {v.name for line in lines for v in line.out} | {v.name for line in lines for x in line.body if OPS[x.op].outlives for v in x.out}
+    made = {v.name for line in lines for v in line.out} | {
+        v.name for line in lines for x in line.body if OPS[x.op].outlives for v in x.out
+    }
     keep = set(program.outputs) | {v.name for line in lines if OPS[line.op].outlives for v in line.out}
     return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
 
 
 def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
-    """The names that each line makes or reads, and with what is added to totals those that it was made of: all micro-batches let go at the same place."""
+    """The names that each line makes or reads, and with what is added to totals those that it was made of: all
+    micro-batches let go at the same place."""
     read: tuple[str, ...] = ()
     for line in lines:
         read = line.args if line.fn and "micro" in line.attrs else read
-        yield list(dict.fromkeys((*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))))
+        yield list(
+            dict.fromkeys(
+                (*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))
+            )
+        )
 
 
 def _inner_reads(line: Line) -> list[str]:
     """Names of the enclosing lines that a loop's body reads."""
     made = {v.name for x in line.body if not OPS[x.op].outlives for v in x.out}
-    return [a for x in line.body for a in x.args if a not in made] + [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
+    return [a for x in line.body for a in x.args if a not in made] + [
+        v.name for x in line.body if OPS[x.op].outlives for v in x.out
+    ]
 
 
 def _noted(code: str, note: str) -> str:
@@ -149,10 +177,21 @@ def _wrapped(code: str, note: str) -> list[str]:
     if code.lstrip().startswith("del "):
         names = code.lstrip().removeprefix("del ")
         code = f"{indent[4:]}del ({names})"
-    open_at = code.index("(", code.index("= ") if " = " in code else 0) if not code.lstrip().startswith(")") else code.index("(")
+    open_at = (
+        code.index("(", code.index("= ") if " = " in code else 0)
+        if not code.lstrip().startswith(")")
+        else code.index("(")
+    )
     head, rest = code[: open_at + 1], code[open_at + 1 : -1]
     rest = _INDEX.sub(lambda m: m.group().replace(" ", "\0"), rest)  # not within an index
-    body = textwrap.wrap(rest, width=_WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    body = textwrap.wrap(
+        rest,
+        width=_WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return [_noted(head, note), *(line.replace("\0", " ") for line in body), indent[4:] + ")"]
 
 
@@ -180,7 +219,11 @@ def _header(program: Program) -> list[str]:
     for text in named:
         name = text.split("(")[0]
         num, sent = cost.pop(name, [0, 0])
-        out.append(f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {size(sent)} in {num} transfers a step" if num else f"  {text}")
+        out.append(
+            f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {size(sent)} in {num} transfers a step"
+            if num
+            else f"  {text}"
+        )
     for name, (num, sent) in cost.items():
         out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
     if program.pool_bytes:
@@ -196,7 +239,8 @@ _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")  # not one that ends a word: `norm1`
 
 
 def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
-    """Runs of statements that repeat with evenly moving numbers, as loops over the first of `indices`; and such runs within them over the next."""
+    """Runs of statements that repeat with evenly moving numbers, as loops over the first of `indices`; and such runs
+    within them over the next."""
     templates = [_NUMBER.sub("#", _all(p)) for p in lines]
     numbers = [[int(x) for x in _NUMBER.findall(_all(p))] for p in lines]
     out: list[Printed] = []
@@ -204,7 +248,9 @@ def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
     while i < len(lines):
         best = (0, 0)
         for period in range(1, min(_LONGEST, (len(lines) - i) // 2) + 1):
-            if templates[i] == templates[i + period] and not any(lines[i + k].code.endswith(":") for k in range(period)):
+            if templates[i] == templates[i + period] and not any(
+                lines[i + k].code.endswith(":") for k in range(period)
+            ):
                 count = _repeats(templates, numbers, i, period)
                 if count >= 2 and period * count >= 4 and period * (count - 1) > best[0] * (best[1] - 1):
                     best = (period, count)
@@ -244,7 +290,8 @@ def _repeats(templates: list[str], numbers: list[list[int]], start: int, period:
 
 
 def _indexed(p: Printed, steps: list[int], variable: str) -> Printed:
-    """A statement of the loop: moving numbers become expressions of its variable, in brackets where they are part of a name."""
+    """A statement of the loop: moving numbers become expressions of its variable, in brackets where they are part of a
+    name."""
     moving = iter(steps)
     next(moving)  # the depth
 

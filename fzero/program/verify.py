@@ -1,16 +1,17 @@
 """The rules of a program, checked after every rewrite. A violation is a bug of the rewrite, never of the user.
 
-Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait alone. A function
-gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a value of which each rank has its own is not
-whole. A gather takes shards, a reduction summands, and what arrives is placed accordingly. What is written is a leaf of the state (or its shard),
-once, and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten.
-A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is stored.
-What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what it waits for has arrived by then.
-Every leaf that the step assigns is written, and besides those only the copies that are computed with, and those in which gradients wait: these are read
-once they are written, and not before.
+Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
+alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a
+value of which each rank has its own is not whole. A gather takes shards, a reduction summands, and what arrives is
+placed accordingly. What is written is a leaf of the state (or its shard), once, and nothing reads the old value
+afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line reads values
+of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is
+stored. What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what
+it waits for has arrived by then. Every leaf that the step assigns is written, and besides those only the copies that
+are computed with, and those in which gradients wait: these are read once they are written, and not before.
 
-Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does not list is a violation,
-and so is an axis that the mesh does not have. Every op listed there has a rule here.
+Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
+not list is a violation, and so is an axis that the mesh does not have. Every op listed there has a rule here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def verify(program: Program) -> Program:
     checker.outputs()
     if checker.problems:
         raise VerifyError(
-            message("verify", f"the program of {program.name} breaks its rules", checker.problems, "this is a bug in fzero: please report it with the program")
+            message(
+                "verify",
+                f"the program of {program.name} breaks its rules",
+                checker.problems,
+                "this is a bug in fzero: please report it with the program",
+            )
         )
     return program
 
@@ -80,7 +86,9 @@ class _Checker:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
                 axes = {*value.placement.axes, *value.placement.partial}
-                self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)  # it is a violation already
+                self.known[value.name] = (
+                    value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
+                )  # it is a violation already
             if line.attrs.get("restores"):
                 self.overwritten -= {*line.writes}
                 continue
@@ -98,10 +106,13 @@ class _Checker:
                 self.bad(start, f"{name} is never waited for")
 
     def settle(self, line: Line) -> None:
-        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk; others are put back, by the lines that are
-        placed with the copies between tiers. Until then every leaf is taken to be on the device."""
+        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk;
+        others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is taken
+        to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
-        computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}  # is written and never read by an update
+        computed = {
+            w for w in self.guessed if self.program.leaves[w].role == "compute"
+        }  # is written and never read by an update
         placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
         self.overwritten -= on_disk | computed if placed else self.guessed
         self.written -= self.guessed
@@ -109,14 +120,20 @@ class _Checker:
             self.bad(line, f"{handle}, on a guess, is still under way")
         for scalar, assumed in zip(*compared(line), strict=True):
             one, other = self.known.get(scalar), self.known.get(assumed)
-            if one is None or other is None or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE):
+            if (
+                one is None
+                or other is None
+                or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE)
+            ):
                 self.bad(line, f"compares {one} with {other}")
         for x in line.body:
             if x.op in COLLECTIVES:
                 self.bad(x, "ranks exchange something in what may not be carried out")
 
     def guesses(self) -> None:
-        self.problems += [f"{name} was written on a guess, and is not written again" for name in sorted(self.guessed - self.settled)]
+        self.problems += [
+            f"{name} was written on a guess, and is not written again" for name in sorted(self.guessed - self.settled)
+        ]
 
     def outputs(self) -> None:
         for name in self.program.outputs:
@@ -134,10 +151,16 @@ class _Checker:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
             elif name not in self.program.assigns and self.program.leaves[name].role not in ("compute", "gradients"):
                 self.problems.append(f"{name} is written, but the step does not assign it")
-        self.problems += [f"{name} is never written, but the step assigns it" for name in self.program.assigns if name not in self.written]
+        self.problems += [
+            f"{name} is never written, but the step assigns it"
+            for name in self.program.assigns
+            if name not in self.written
+        ]
         for name in sorted(self.written & set(self.aliases)):
             if self.aliases[name] not in self.written:
-                self.problems.append(f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not")
+                self.problems.append(
+                    f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not"
+                )
 
     def _gradient_waits(self, name: str) -> bool:
         """Whether a name is that of a leaf in which a gradient waits."""
@@ -168,7 +191,8 @@ class _Checker:
         OPS[line.op].check(line, args, self)
 
     def micro(self, line: Line) -> tuple[int, int]:
-        """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there are."""
+        """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there
+        are."""
         micro, count = line.attrs.get("micro", (-1, line.attrs.get("count", 1)))
         if count != self.turns if micro < 0 else micro >= count:
             self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
@@ -180,7 +204,8 @@ class _Checker:
                 self.bad(line, f"{source} is {how} to {target}")
 
     def _tiers(self, line: Line, args: Sequence[Value]) -> None:
-        """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes where it computes."""
+        """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes
+        where it computes."""
         row = OPS[line.op]
         if isinstance(row, Copy):
             reads, writes = row.tiers(line)

@@ -1,10 +1,12 @@
-"""The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by how places were chosen.
+"""The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by
+how places were chosen.
 
-Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer is under way nobody writes what
-it reads or fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in program/liveness.py).
-Where a copy to the device was taken from, the host writes by operations alone that wait for such copies themselves (`Op.settles`): the wait of the copy
-holds up the device alone. What is updated in place is written. No transfer is waited for before it is started, so with the same program on every rank
-(agree.py) there is no order in which ranks wait for each other.
+Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer
+is under way nobody writes what it reads or fills, and what other ranks read from shared memory stays as it is until
+they are known to have ([Note: release] in program/liveness.py). Where a copy to the device was taken from, the host
+writes by operations alone that wait for such copies themselves (`Op.settles`): the wait of the copy holds up the device
+alone. What is updated in place is written. No transfer is waited for before it is started, so with the same program on
+every rank (agree.py) there is no order in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -30,28 +32,37 @@ def check(program: Program) -> Program:
     checker.lines(program.lines)
     if checker.problems:
         fix = "this is a bug in fzero: please report it with the program"
-        raise VerifyError(message("verify", f"the pool of {program.name} breaks its rules", dict.fromkeys(checker.problems), fix))
+        raise VerifyError(
+            message("verify", f"the pool of {program.name} breaks its rules", dict.fromkeys(checker.problems), fix)
+        )
     return program
 
 
 @dataclass(eq=False)
 class _Guard:
-    """Bytes that a transfer reads or fills, until its wait, and those that other ranks read from memory they share, until they are known to have."""
+    """Bytes that a transfer reads or fills, until its wait, and those that other ranks read from memory they share,
+    until they are known to have."""
 
     line: Line
     spans: list[Span]
     waited: bool = False
-    after: set[str] = field(default_factory=set)  # transfers started since the wait: once one arrives, every rank has read
+    after: set[str] = field(
+        default_factory=set
+    )  # transfers started since the wait: once one arrives, every rank has read
 
 
 class _Checker:
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}
-        self.owners: list[tuple[Span, str]] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
+        self.owners: list[
+            tuple[Span, str]
+        ] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
-        self.sent: dict[str, list[Span]] = {}  # of copies to the device that were waited for: what they read on the host
+        self.sent: dict[
+            str, list[Span]
+        ] = {}  # of copies to the device that were waited for: what they read on the host
         self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
 
     def lines(self, lines: Sequence[Line]) -> None:
@@ -66,7 +77,9 @@ class _Checker:
             if stays(line, self.program.mesh):
                 self.staying[line.out[0].name] = () if line.writes else line.args
             elif row.waits and line.args[0] in self.staying:
-                self.same.update((v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True))
+                self.same.update(
+                    (v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True)
+                )
             elif isinstance(row, Start):
                 self._start(line, row)
             elif row.waits:
@@ -87,7 +100,9 @@ class _Checker:
             mine = self.places.get(self._origin(line.args[k])) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if row.reads_until_wait or not in_place:
-                self._write(line, line.args[k] if k < num and not row.reads_until_wait else f"{line.out[0].name}:{k}", span)
+                self._write(
+                    line, line.args[k] if k < num and not row.reads_until_wait else f"{line.out[0].name}:{k}", span
+                )
         if row.reads_until_wait:
             spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
@@ -104,7 +119,9 @@ class _Checker:
         guard.waited = True
         released = [n for n, g in self.guards.items() if name in g.after]
         if line.attrs.get("together"):
-            released += [n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs.get("axes")]
+            released += [
+                n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs.get("axes")
+            ]
         row = STARTS[guard.line.op]
         for value, place, filled in zip(line.out, line.into, row.filled(guard.line), strict=False):
             if place is None or filled is None:

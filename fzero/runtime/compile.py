@@ -28,35 +28,45 @@ def compile(
 ) -> Any:
     """A step on a mesh, ready to run.
 
-    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program with all ranks, compiles each distinct
-    block once and runs. A program is kept for each kind of batch and of parameters, and each setting of autocast and PyTorch's other switches, 16 of them at
-    most: the one used longest ago leaves first, with its pool, and is made again when it is needed. So pad batches to a few lengths.
+    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program
+    with all ranks, compiles each distinct block once and runs. A program is kept for each kind of batch and of
+    parameters, and each setting of autocast and PyTorch's other switches, 16 of them at
+    most: the one used longest ago leaves first, with its pool, and is made again when it is needed. So pad batches to a
+    few lengths.
 
-    What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an object is a constant of the program.
-    The values that the loss and the optimizer read so are compared at each of the first 16 calls of a program, at every 16th, and whenever the last call was
-    a hundred times as long ago as a look takes: about 3 us for each such value, 0.2 ms for a small GPT with AdamW, so at every call if a step takes 20 ms. One
-    that has changed is an error that names it: what changes from step to step belongs in the batch, as a 0-dim tensor, or in a schedule. Shorter steps may
-    train up to 15 times with the old value before it. Tensors and values that do not compare (a file, an iterator) are not compared; nor is what a function
-    reads from files. Code that may read the clock is traced twice, and refused if it depends on it.
+    What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an
+    object is a constant of the program. The values that the loss and the optimizer read so are compared at each of the
+    first 16 calls of a program, at every 16th, and whenever the last call was a hundred times as long ago as a look
+    takes: about 3 us for each such value, 0.2 ms for a small GPT with AdamW, so at every call if a step takes 20 ms.
+    One that has changed is an error that names it: what changes from step to step belongs in the batch, as a 0-dim
+    tensor, or in a schedule. Shorter steps may train up to 15 times with the old value before it. Tensors and values
+    that do not compare (a file, an iterator) are not compared; nor is what a function reads from files. Code that may
+    read the clock is traced twice, and refused if it depends on it.
 
-    The leaves of a batch are given to the function contiguous, on the mesh's device; leaves that are one tensor are one there.
+    The leaves of a batch are given to the function contiguous, on the mesh's device; leaves that are one tensor are one
+    there.
 
     Args:
         step: from `train_step` or `eval_step`, with its transforms.
         mesh: from `make_mesh`.
-        memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is predicted to be fastest runs. By
-            default the one that keeps at most two blocks' parameters whole, which is the one that needs least.
-        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch files.
-        batch: an example of this rank's batch, which `offload("auto")` is resolved for; meta tensors will do. Other batches may follow, if they fit.
-        backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program operation by operation.
+        memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is
+            predicted to be fastest runs. By default the one that keeps at most two blocks' parameters whole, which is
+            the one that needs least.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
+            files.
+        batch: an example of this rank's batch, which `offload("auto")` is resolved for; meta tensors will do. Other
+            batches may follow, if they fit.
+        backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program
+            operation by operation.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
     Raises:
-        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this machine; `offload("auto")` without
-            what it is resolved for: a memory budget and a batch.
-        FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it was traced, or if it is called under a
-            `TorchFunctionMode` or `saved_tensors_hooks` of the user's own; with "inductor", whose kernels it does not see into, a `TorchDispatchMode`.
+        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this
+            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch.
+        FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it
+            was traced, or if it is called under a `TorchFunctionMode` or `saved_tensors_hooks` of the user's own; with
+            "inductor", whose kernels it does not see into, a `TorchDispatchMode`.
         BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:
@@ -69,7 +79,13 @@ def compile(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     if not isinstance(step, (Step, EvalStep)):
-        raise FzeroTypeError(message("compile", f"compiles a step, not {type(step).__name__}", fix="wrap the loss: fz.train_step(loss_fn, optimizer)"))
+        raise FzeroTypeError(
+            message(
+                "compile",
+                f"compiles a step, not {type(step).__name__}",
+                fix="wrap the loss: fz.train_step(loss_fn, optimizer)",
+            )
+        )
     if not isinstance(mesh, Mesh):
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))

@@ -47,7 +47,9 @@ def alone(owner: str) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()  # a state outlives the mode that it is made in
+            ordinary = (
+                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            )  # a state outlives the mode that it is made in
             with self.mesh.alone(owner), ordinary:
                 return method(self, *args, **kwargs)
 
@@ -57,18 +59,19 @@ def alone(owner: str) -> Callable[[Method], Method]:
 
 
 MOST_PROGRAMS = 16
-"""Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first, and is made again when it is needed."""
+"""Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first,
+and is made again when it is needed."""
 
 LOOKED_AT_EVERY = 16
-"""Calls of a program after which what its functions read beside their arguments is compared; at each of as many first ones; and whenever the time since the
-last call is so long that a look takes less than `_SHARE` of it."""
+"""Calls of a program after which what its functions read beside their arguments is compared; at each of as many first
+ones; and whenever the time since the last call is so long that a look takes less than `_SHARE` of it."""
 _SHARE = 0.002
 
 
 @dataclass
 class _Kept:
-    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, where they ask for strides, and how often it was
-    called."""
+    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, where they
+    ask for strides, and how often it was called."""
 
     lowered: Lowered
     run: Callable[..., Any]
@@ -78,7 +81,8 @@ class _Kept:
 
 
 class Compiled:
-    """A step on a mesh: lowered once per kind of batch; and the last program that ran. `owner`: whose its errors are."""
+    """A step on a mesh: lowered once per kind of batch; and the last program that ran. `owner`: whose its errors
+    are."""
 
     owner: str
 
@@ -88,7 +92,10 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
-        self._called, self._looking = 0.0, 0.0  # when a program was called last, and how long a look at its settings takes
+        self._called, self._looking = (
+            0.0,
+            0.0,
+        )  # when a program was called last, and how long a look at its settings takes
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
@@ -97,12 +104,19 @@ class Compiled:
     def program(self) -> Program:
         """The program that ran last. It exists from the first call on; `fz.lower` makes one without running."""
         if self._lowered is None:
-            raise FzeroValueError(message("compile", "there is no program yet", fix="call the step once, or use fz.lower(step, mesh, params, batch).program"))
+            raise FzeroValueError(
+                message(
+                    "compile",
+                    "there is no program yet",
+                    fix="call the step once, or use fz.lower(step, mesh, params, batch).program",
+                )
+            )
         return self._lowered.program
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the blocks that `metrics["precision"]` is about, in its order; none without `mixed_precision(watch=True)`."""
+        """The names of the blocks that `metrics["precision"]` is about, in its order; none without
+        `mixed_precision(watch=True)`."""
         _ = self.program
         assert self._lowered is not None
         return self._lowered.blocks
@@ -111,27 +125,60 @@ class Compiled:
     def plan(self) -> Plan:
         """What the program that ran last costs each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
-            functions = {name: replace(f, graph=on_device(f.graph, self.mesh.device)) for name, f in self.program.functions.items()}
+            functions = {
+                name: replace(f, graph=on_device(f.graph, self.mesh.device))
+                for name, f in self.program.functions.items()
+            }
             assert self._lowered is not None
-            self._planned = self.program, replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend)
+            self._planned = (
+                self.program,
+                replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend),
+            )
         return self._planned[1]
 
-    def _run_for(self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None) -> tuple[Lowered, Callable[..., Any]]:
+    def _run_for(
+        self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None
+    ) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
-        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]  # which see every operation of a program that is run as it is
+        unseen = [
+            *function_modes(),
+            *(dispatch_modes() if self.backend == "inductor" else []),
+        ]  # which see every operation of a program that is run as it is
         if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
-            fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode" if self.backend == "inductor" else ""
-            raise FzeroValueError(message(self.owner, f"{self.step.name} is called under what a program that is traced once does not see", around, fix))
+            fix += (
+                "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode"
+                if self.backend == "inductor"
+                else ""
+            )
+            raise FzeroValueError(
+                message(
+                    self.owner,
+                    f"{self.step.name} is called under what a program that is traced once does not see",
+                    around,
+                    fix,
+                )
+            )
         check_bare(batch, flat_batch)
         kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
         same = tuple(ties(flat_batch))
-        key = (params, tree.structure(batch), kinds, same, deterministic.setting(), torch.get_default_dtype(), autocast(), tuple(switches().items()))
+        key = (
+            params,
+            tree.structure(batch),
+            kinds,
+            same,
+            deterministic.setting(),
+            torch.get_default_dtype(),
+            autocast(),
+            tuple(switches().items()),
+        )
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
-            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(key, next(reversed(self._runs), None))
+            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + _unlike(
+                key, next(reversed(self._runs), None)
+            )
             read = self._settings()
             with strides.noted() as asked:
                 lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
@@ -142,17 +189,32 @@ class Compiled:
         if len(self._runs) > MOST_PROGRAMS:
             del self._runs[next(iter(self._runs))]
             if not self._said:
-                logger.warning("%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own", self.step.name, MOST_PROGRAMS)
+                logger.warning(
+                    "%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own",
+                    self.step.name,
+                    MOST_PROGRAMS,
+                )
             self._said = True
-        if kept.strides and (odd := [p for p, x in zip(tree.paths(batch, "batch"), flat_batch, strict=True) if not x.is_contiguous()]):
-            what = f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: these leaves are not"
+        if kept.strides and (
+            odd := [p for p, x in zip(tree.paths(batch, "batch"), flat_batch, strict=True) if not x.is_contiguous()]
+        ):
+            what = (
+                f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: "
+                f"these leaves are not"
+            )
             raise FzeroValueError(message(self.owner, what, [*odd, *kept.strides], "give x.contiguous()"))
         kept.calls += 1
         since, self._called = perf_counter() - self._called, perf_counter()
         changed = changes(kept.settings, self._settings()) if kept.calls > 1 and _SHARE * since >= self._looking else []
         if 1 < kept.calls <= LOOKED_AT_EVERY or kept.calls % LOOKED_AT_EVERY == 0 or changed:
-            about = f"reads another value than before: {changed[0]}" if changed else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
-            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)  # what changed on one rank only is every rank's error
+            about = (
+                f"reads another value than before: {changed[0]}"
+                if changed
+                else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
+            )
+            agree.everywhere(
+                self.mesh, self.owner, lambda: self._same_settings(kept), about
+            )  # what changed on one rank only is every rank's error
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -170,34 +232,60 @@ class Compiled:
         """Raises if a value that was traced as it was is another now."""
         if changed := changes(kept.settings, self._settings()):
             fix = (
-                "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
+                "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
+                "schedule of the step; "
                 "compile the step anew where it changes seldom"
             )
-            raise FzeroValueError(message(self.owner, f"{self.step.name} reads a value that is not what it was when the step was traced", changed, fix))
+            raise FzeroValueError(
+                message(
+                    self.owner,
+                    f"{self.step.name} reads a value that is not what it was when the step was traced",
+                    changed,
+                    fix,
+                )
+            )
 
     def _known(self, inputs: Inputs) -> Inputs:
         """A leaf table, or the one like it that there are programs for."""
         return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
 
     def _rates(self) -> Budget | None:
-        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts plan with the rates of the first."""
-        if self._budget is None and (self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)):
+        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts
+        plan with the rates of the first."""
+        if self._budget is None and (
+            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)
+        ):
             device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
 
     def _on_device(self, batch: Any, flat: list[torch.Tensor], written: Collection[int] = ()) -> list[torch.Tensor]:
-        """The leaves of a batch where the program reads them, and in no memory that it writes to: `written`, by storage."""
+        """The leaves of a batch where the program reads them, and in no memory that it writes to: `written`, by
+        storage."""
         if any(x.is_meta for x in flat):
-            wrong = [f"{p}: {tree.describe(x)} on the meta device" for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if x.is_meta]
-            raise FzeroValueError(message(self.owner, "these leaves of the batch have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
-        found = [x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat]
+            wrong = [
+                f"{p}: {tree.describe(x)} on the meta device"
+                for p, x in zip(tree.paths(batch, "batch"), flat, strict=True)
+                if x.is_meta
+            ]
+            raise FzeroValueError(
+                message(
+                    self.owner,
+                    "these leaves of the batch have no values",
+                    wrong,
+                    "give tensors in memory; fz.lower takes meta tensors",
+                )
+            )
+        found = [
+            x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat
+        ]
         return [x.clone() if storage_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
-        """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or only written down is then as it was
-        to the program, and what is counted, drawn or used up is not; and if they read the clock, which is let be where it is only written down."""
+        """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or
+        only written down is then as it was to the program, and what is counted, drawn or used up is not; and if they
+        read the clock, which is let be where it is only written down."""
         read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
         now, first = self._settings(), counted(*self._functions())
@@ -206,27 +294,50 @@ class Compiled:
             return lowered
         again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
         after = counted(*self._functions())
-        changed = [_changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value]
+        changed = [
+            _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
+        ]
         if changed or agree.describe(again.program) != agree.describe(lowered.program):
             others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-            if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
-                changed.append(f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. random.Random(seed)")
+            if others and any(
+                place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()
+            ):
+                changed.append(
+                    f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. "
+                    f"random.Random(seed)"
+                )
             fix = (
-                "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the step; "
+                "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the "
+                "optimizer as a schedule of the step; "
                 "what is only written down goes into a list, or by print or a logger to the terminal"
             )
-            what = f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
-            raise FzeroValueError(message(self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix))
+            what = (
+                f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
+            )
+            raise FzeroValueError(
+                message(
+                    self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix
+                )
+            )
         return again
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once all have built theirs."""
-        with shown("fzero.compile", lambda: f"tracing and planning {self.step.name}") if self.mesh.rank == 0 else nullcontext():
-            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)  # a run keeps its program alone
+        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once
+        all have built theirs."""
+        with (
+            shown("fzero.compile", lambda: f"tracing and planning {self.step.name}")
+            if self.mesh.rank == 0
+            else nullcontext()
+        ):
+            lowered = replace(
+                self._lower(params, batch), chosen=self._chosen, stages=dict
+            )  # a run keeps its program alone
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
-            functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh)
+            functions = build(
+                {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
+            )
             return functools.partial(executable, lowered.program, functions, self.mesh)
 
         return lowered, built
@@ -244,18 +355,26 @@ def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
     if before is None:
         return ""
     new, old = _facts(key), _facts(before)
-    return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name))
+    return ": " + "; ".join(
+        f"{name} {new.get(name)}, before {old.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)
+    )
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     params, structure, kinds, same, deterministic_setting, default_dtype, cast, others = key
-    leaves = [kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta")) for kind in kinds]
+    leaves = [
+        kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta"))
+        for kind in kinds
+    ]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
         "the batch's tree": structure,
         "the batch's leaves": ", ".join(leaves),
-        "leaves of the batch that are one tensor": ", ".join(f"{i} and {first}" for i, first in enumerate(same) if i != first) or "none",
+        "leaves of the batch that are one tensor": ", ".join(
+            f"{i} and {first}" for i, first in enumerate(same) if i != first
+        )
+        or "none",
     }
     facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
     return {name: str(value).replace("torch.", "") for name, value in facts.items()}

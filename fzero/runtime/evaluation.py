@@ -30,13 +30,16 @@ class CompiledEval(Compiled):
 
     @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The outputs of `fn(params, *batch)`: those that are `fz.weighted` of the whole mesh, all others of this rank's part.
+        """The outputs of `fn(params, *batch)`: those that are `fz.weighted` of the whole mesh, all others of this
+        rank's part.
 
         Args:
-            params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards none.
+            params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards
+                none.
             *batch: this rank's part of every argument.
 
-        A number that is this rank's own, such as a mean over its part, is said in the log `fzero` when the program is built.
+        A number that is this rank's own, such as a mean over its part, is said in the log `fzero` when the program is
+        built.
 
         Raises:
             FzeroValueError: parameters laid out for another evaluation.
@@ -55,9 +58,16 @@ class CompiledEval(Compiled):
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         lowered, built = super()._build(params, batch)
         made = lowered.program.values()
-        own = [x for name in lowered.program.outputs if (x := made[name]).placement.kind == "local" and not x.shape and x.dtype.is_floating_point]
+        own = [
+            x
+            for name in lowered.program.outputs
+            if (x := made[name]).placement.kind == "local" and not x.shape and x.dtype.is_floating_point
+        ]
         if own and self.mesh.size > 1 and self.mesh.rank == 0:
-            text = "%s: %d of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) is the mean over all ranks"
+            text = (
+                "%s: %d of its results are numbers of each rank's part of the batch alone; fz.weighted(total, count) "
+                "is the mean over all ranks"
+            )
             logger.warning(text, self.step.name, len(own))
         return lowered, built
 
@@ -71,6 +81,11 @@ class CompiledEval(Compiled):
         if wrong:
             fix = "apply to eval_step the transforms of the training step"
             if any(text.split(": ")[0] in bare for text in wrong):
-                fix = "give the trees of the state as they are: what is computed from their leaves, such as an average, compute in the evaluation's function"
-            raise FzeroValueError(message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix))
+                fix = (
+                    "give the trees of the state as they are: what is computed from their leaves, such as an average, "
+                    "compute in the evaluation's function"
+                )
+            raise FzeroValueError(
+                message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix)
+            )
         return self._known(found)

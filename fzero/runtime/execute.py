@@ -24,7 +24,9 @@ from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_
 from fzero.program.show import name_of, source
 
 
-def executable(program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
+def executable(
+    program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh
+) -> Callable[..., tuple[Any, ...]]:
     """The program as a Python function of the trees it names. All ranks of the mesh make it together."""
     text = source(program)
     batch_axes = batch_axes_of(program)
@@ -36,7 +38,10 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
     memory = arenas["device"]
     running = _Running(mesh, carrier, tiers, batch_axes)
     namespace: dict[str, Any] = {
-        **{name: _on_host(f, program.functions[name], tiers) if program.functions[name].on == "host" else f for name, f in functions.items()},
+        **{
+            name: _on_host(f, program.functions[name], tiers) if program.functions[name].on == "host" else f
+            for name, f in functions.items()
+        },
         **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "guess": tiers.guess,
@@ -58,7 +63,9 @@ def executable(program: Program, functions: Mapping[str, Callable[..., Any]], me
             failed = tiers.end()
         if failed is not None:  # on every rank, each at the end of its run
             raise failed
-        return tuple(x.clone() if _within(x, memory) else x for x in outputs)  # the pool is written again by the next run
+        return tuple(
+            x.clone() if _within(x, memory) else x for x in outputs
+        )  # the pool is written again by the next run
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does

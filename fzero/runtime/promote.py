@@ -1,4 +1,5 @@
-"""mixed_precision("auto") when a step is restored or built: which parameters are computed with in float32 from then on, by the counts of the state."""
+"""mixed_precision("auto") when a step is restored or built: which parameters are computed with in float32 from then on,
+by the counts of the state."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ logger = logging.getLogger("fzero")
 
 
 class Safer:
-    """Makes a step safer by the counts of a state: of the one that is restored, before it is laid out; of the one at hand, before a program is built.
+    """Makes a step safer by the counts of a state: of the one that is restored, before it is laid out; of the one at
+    hand, before a program is built.
 
     What comes without counts, or of a step without "auto", stays as it is. All ranks of the mesh call these together.
     """
@@ -34,7 +36,8 @@ class Safer:
         self._moved: tuple[Decision, ...] = ()  # the blocks that compute in a safer dtype
 
     def resolved(self, step: Step, params: Inputs, counts: PrecisionState) -> Step:
-        """The step with every parameter whose count has reached its limit computed with in float32. All ranks go by the counts of the first.
+        """The step with every parameter whose count has reached its limit computed with in float32. All ranks go by the
+        counts of the first.
 
         Args:
             step: with `mixed_precision("auto")`, or without: then it is returned as it is.
@@ -47,12 +50,17 @@ class Safer:
         if record is None or not record.auto:
             return step
         highest = [max(pair) for pair in zip(*(x.tolist() for x in counts), strict=True)]
-        mine = [leaf.path for leaf, count in zip(params.leaves, highest, strict=True) if count >= LIMIT and record.selects(leaf)]
+        mine = [
+            leaf.path
+            for leaf, count in zip(params.leaves, highest, strict=True)
+            if count >= LIMIT and record.selects(leaf)
+        ]
         safer = tuple(agree.from_first(self._mesh, "mixed_precision", lambda: mine))
         return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
 
     def before_build(self, step: Step, params: Inputs, state: State) -> Step:
-        """The step resolved by the counts of a state, unless that has been laid out otherwise: then the next restore does it."""
+        """The step resolved by the counts of a state, unless that has been laid out otherwise: then the next restore
+        does it."""
         if (counts := state.extras.get("precision")) is None:
             return step
         found = self.resolved(step, params, counts)
@@ -64,7 +72,8 @@ class Safer:
         return found
 
     def explained(self, lowered: Lowered, step: Step, params: Inputs) -> Lowered:
-        """What was lowered with the blocks that moved, and why, among its decisions; the log hears of them when they change."""
+        """What was lowered with the blocks that moved, and why, among its decisions; the log hears of them when they
+        change."""
         if self._counts is None or lowered.watched is None:
             return lowered
         moved = _decisions(step, params, lowered.watched, self._counts)
@@ -75,7 +84,8 @@ class Safer:
 
 
 def _renew(scale: LossScaleState, scaling: LossScale, counts: PrecisionState) -> None:
-    """Writes the first scale over that of a state some of whose blocks move only now: what they overflowed with has lowered it."""
+    """Writes the first scale over that of a state some of whose blocks move only now: what they overflowed with has
+    lowered it."""
     if any(bool((x == LIMIT).any()) for x in counts):
         for old, new in zip(scale, scaling.init()._replace(skipped=scale.skipped), strict=True):
             old.copy_(new)
@@ -92,7 +102,11 @@ def _decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionSt
         moved = [i for i in reads if params.leaves[i].path in record.safer]
         if moved:
             numbers = {kind: max(x[i] for i in moved) for kind, x in held.items()}
-            why = "; ".join(f"it {_WHAT[kind]}: {min(number, LIMIT)} of {LIMIT} counts" for kind, number in numbers.items() if number >= LIMIT)
+            why = "; ".join(
+                f"it {_WHAT[kind]}: {min(number, LIMIT)} of {LIMIT} counts"
+                for kind, number in numbers.items()
+                if number >= LIMIT
+            )
             out.append(Decision(f"mixed_precision: {name}", "fp32", why))
     return tuple(out)
 

@@ -17,7 +17,16 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.lowering.auto import check_auto
-from fzero.lowering.layouts import abstract, abstract_params, auto_of, batch_inputs, extra_leaves, opt_state_inputs, params_inputs, recorded
+from fzero.lowering.layouts import (
+    abstract,
+    abstract_params,
+    auto_of,
+    batch_inputs,
+    extra_leaves,
+    opt_state_inputs,
+    params_inputs,
+    recorded,
+)
 from fzero.lowering.lower import Lowered, resolve
 from fzero.measure import profile
 from fzero.mesh import Mesh, return_freed_memory
@@ -28,7 +37,18 @@ from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.state import gather, initialize, storage
-from fzero.state.assemble import KEPT, Last, abstract_state, assembled, check_layouts, check_memory, check_values, kept, placed_inputs, state_leaves
+from fzero.state.assemble import (
+    KEPT,
+    Last,
+    abstract_state,
+    assembled,
+    check_layouts,
+    check_memory,
+    check_values,
+    kept,
+    placed_inputs,
+    state_leaves,
+)
 from fzero.step import INIT_STREAM, State, Step, check_one_batch, check_params, check_state, lasting
 from fzero.trace.subgraph import signature
 from fzero.transforms.base import find
@@ -36,20 +56,31 @@ from fzero.transforms.precision import MixedPrecision
 
 
 class CompiledStep(Compiled):
-    """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open is decided by `init` or `restore`."""
+    """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open
+    is decided by `init` or `restore`."""
 
     owner = "step"
 
-    def __init__(self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None):
+    def __init__(
+        self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None
+    ):
         super().__init__(step, mesh, backend, limits)
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
         scaling = precision.scaling if precision else None
-        self._at_minimum = AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise") if precision and scaling else None
+        self._at_minimum = (
+            AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise")
+            if precision and scaling
+            else None
+        )
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
-        self._guesses: tuple[Any, Any, bool] = (None, None, False)  # the last trees and a program, and what `_may_guess` found of them
+        self._guesses: tuple[Any, Any, bool] = (
+            None,
+            None,
+            False,
+        )  # the last trees and a program, and what `_may_guess` found of them
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @alone("init")
@@ -57,14 +88,17 @@ class CompiledStep(Compiled):
         """The first state, sharded from birth.
 
         Args:
-            params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same on every rank).
-            key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives from it.
+            params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same
+                on every rank).
+            key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives
+                from it.
 
-        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for it, 2.5 s of a core for 6 GB);
-            every rank computes its own shards.
-        Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise operations are
-            made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is made whole and cut. What rests on disk is written,
-            through two buffers of 16 MiB, before the next leaf is made.
+        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for
+            it, 2.5 s of a core for 6 GB); every rank computes its own shards.
+        Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise
+            operations are made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is
+            made whole and cut. What rests on disk is written, through two buffers of 16 MiB, before the next leaf is
+            made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
@@ -84,10 +118,17 @@ class CompiledStep(Compiled):
                 return {"key": (key, ()), "the init function": ("\n".join(map(str, signature(graph))), ())}
             check_params(params)
             check_values("init", params=params)
-            return {"key": (key, ()), **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)}}
+            return {
+                "key": (key, ()),
+                **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)},
+            }
 
         agree.same(
-            self.mesh, "init", given, "give all ranks the same: seed torch before parameters are drawn, or give a function of the key, which draws alike"
+            self.mesh,
+            "init",
+            given,
+            "give all ranks the same: seed torch before parameters are drawn, or give a function of the key, which "
+            "draws alike",
         )
         self._resolve(params)
         inputs = self._known(params_inputs(self.step, self.mesh, params))
@@ -103,9 +144,13 @@ class CompiledStep(Compiled):
             else:
                 flat = tree.leaves(params)
                 made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
-            return made, initialize.opt_state(self.step, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put)
+            return made, initialize.opt_state(
+                self.step, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
+            )
 
-        made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()  # a disk that fails on one rank is every rank's error
+        made, opt = (
+            agree.everywhere(self.mesh, "init", bear) if places else bear()
+        )  # a disk that fails on one rank is every rank's error
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
         state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
         self._last.keep(inputs, state.params, state.opt_state)
@@ -132,16 +177,16 @@ class CompiledStep(Compiled):
 
         Args:
             path: a checkpoint directory, or the directory of checkpoints (its latest).
-            params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By default what `init` was
-                called with, else what the checkpoint says.
+            params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By
+                default what `init` was called with, else what the checkpoint says.
 
-        Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all ranks could read it; every rank
-            reads the ranges it needs.
+        Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all
+            ranks could read it; every rank reads the ranges it needs.
         Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
 
         Raises:
-            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference; ranks that see different
-                checkpoints, with the directory and the step of each.
+            CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference;
+                ranks that see different checkpoints, with the directory and the step of each.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         from fzero import checkpoint
@@ -150,12 +195,24 @@ class CompiledStep(Compiled):
         if params is None and self._last.inputs is not None:
             inputs = self._last.inputs
         else:
-            whole = checkpoint.structure(index).params if params is None else abstract(params) if callable(params) else params
+            whole = (
+                checkpoint.structure(index).params
+                if params is None
+                else abstract(params)
+                if callable(params)
+                else params
+            )
             self._resolve(whole)
             inputs = self._known(params_inputs(self.step, self.mesh, whole))
         opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
         extras = extra_leaves(self.step, inputs)
-        names = dict(zip(tree.names(abstract_state(inputs, opt_inputs, extras)), state_leaves(inputs, opt_inputs, extras), strict=True))
+        names = dict(
+            zip(
+                tree.names(abstract_state(inputs, opt_inputs, extras)),
+                state_leaves(inputs, opt_inputs, extras),
+                strict=True,
+            )
+        )
         for role in KEPT:
             held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
             if not held:  # of a step without it: it begins anew
@@ -163,7 +220,9 @@ class CompiledStep(Compiled):
             elif role not in {leaf.role for leaf in names.values()}:  # of a step with it, that is not wanted any more
                 index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
-        if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:  # before what follows from the dtypes is laid out
+        if counted := {
+            n: leaf for n, leaf in names.items() if leaf.role == "precision"
+        }:  # before what follows from the dtypes is laid out
             found = checkpoint.read(index, counted, self.mesh)
             counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self.step = self._safer.resolved(self.step, inputs, counts)
@@ -181,7 +240,8 @@ class CompiledStep(Compiled):
     def gather(self, state: State) -> State:
         """The whole state as plain host tensors, on every rank.
 
-        Communication: one all_gather a sharded leaf, and a few bytes through the store. Memory: the whole state in host memory: for small models and tests.
+        Communication: one all_gather a sharded leaf, and a few bytes through the store. Memory: the whole state in host
+            memory: for small models and tests.
 
         Raises:
             FzeroTypeError: what is no state.
@@ -201,31 +261,46 @@ class CompiledStep(Compiled):
             state: from `init` or `restore`.
             batch: this rank's part of the global batch, the same shapes on every rank.
 
-        Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`, over the whole
-            mesh, as 0-dim tensors that have not been waited for; with a loss scale also `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with
-            leaves or activations off the device also says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
+        Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
+            `aux`, over the whole mesh, as 0-dim tensors that have not been waited for; with a loss scale also
+            `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with leaves or activations off the device also
+            says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
             (docs/transforms/offload.md).
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
-            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a state laid out for another step; new
-                values of leaves (`train_step(mutable=...)`) that must agree and do not, in that step or, on a device that runs behind the host, in the next.
-            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says; ranks that make different calls; a
-                call that has ended in the middle, on this rank or another: then, and at every later call on the mesh (docs/restarts.md).
-            BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and `fz.checkpoint.save` are for one thread at a time.
-            LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum scale; the state is as after that step.
+            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a
+                state laid out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do
+                not, in that step or, on a device that runs behind the host, in the next.
+            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says;
+                ranks that make different calls; a call that has ended in the middle, on this rank or another: then, and
+                at every later call on the mesh (docs/restarts.md).
+            BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
+                `fz.checkpoint.save` are for one thread at a time.
+            LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum
+                scale; the state is as after that step.
         """
         check_one_batch(more)
         lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         with torch.no_grad():
-            outputs = run(state.step, state.params, state.opt_state, state.key, state.extras, batch, guesses=self._may_guess(state))
+            outputs = run(
+                state.step,
+                state.params,
+                state.opt_state,
+                state.key,
+                state.extras,
+                batch,
+                guesses=self._may_guess(state),
+            )
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
         if "agreed" in metrics:
-            mutable = [lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"]
+            mutable = [
+                lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
+            ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
@@ -249,12 +324,14 @@ class CompiledStep(Compiled):
 
     @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
-        """Compares what several ranks hold of a state. Its first step does it, and `fz.checkpoint.save`; between those it is for whoever suspects a drift.
+        """Compares what several ranks hold of a state. Its first step does it, and `fz.checkpoint.save`; between those
+        it is for whoever suspects a drift.
 
         Args:
             state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
 
-        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s of a core for 6 GB.
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s
+            of a core for 6 GB.
 
         Raises:
             DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
@@ -265,10 +342,28 @@ class CompiledStep(Compiled):
     def _compare(self, state: State) -> None:
         def held() -> Held:
             check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
-            parts = {"params": state.params, "opt_state": state.opt_state, "extras": lasting(state).extras, "step": state.step, "key": state.key}
-            return replicas_of({p: x for role, part in parts.items() for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)})
+            parts = {
+                "params": state.params,
+                "opt_state": state.opt_state,
+                "extras": lasting(state).extras,
+                "step": state.step,
+                "key": state.key,
+            }
+            return replicas_of(
+                {
+                    p: x
+                    for role, part in parts.items()
+                    for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)
+                }
+            )
 
-        agree.same(self.mesh, "step", held, "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every rank")
+        agree.same(
+            self.mesh,
+            "step",
+            held,
+            "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every "
+            "rank",
+        )
 
     def _make_safer(self, state: State, params: Inputs) -> None:
         """What a program is built of goes by the counts of the state at hand."""
@@ -279,15 +374,25 @@ class CompiledStep(Compiled):
         return self._safer.explained(lowered, self.step, params), built
 
     def _may_guess(self, state: State) -> bool:
-        """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen to when it first runs with a state."""
+        """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen
+        to when it first runs with a state."""
         if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
             guessed = guessed_leaves(self.program)
-            leaves = {leaf_of(x)[0].path: x for x in tree.leaves((state.params, state.opt_state, state.extras)) if leaf_of(x) is not None}  # type: ignore[index]
-            self._guesses = self._last.trees, self.program, storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh)
+            leaves = {
+                leaf_of(x)[0].path: x
+                for x in tree.leaves((state.params, state.opt_state, state.extras))
+                if leaf_of(x) is not None
+            }  # type: ignore[index]
+            self._guesses = (
+                self._last.trees,
+                self.program,
+                storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh),
+            )
         return self._guesses[2]
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
-        """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path, measured)` shows it beside the plan.
+        """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,
+        measured)` shows it beside the plan.
 
         Args:
             state: donated, as in a step.
@@ -300,7 +405,9 @@ class CompiledStep(Compiled):
             FzeroValueError: a number of steps below 1.
         """
         if problems := count("steps", steps):
-            raise FzeroValueError(message("profile", "these arguments cannot work", problems, "e.g. train.profile(state, batch, steps=3)"))
+            raise FzeroValueError(
+                message("profile", "these arguments cannot work", problems, "e.g. train.profile(state, batch, steps=3)")
+            )
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []
@@ -316,7 +423,10 @@ class CompiledStep(Compiled):
             check_params(state.params)
             check_values("step", params=state.params, opt_state=state.opt_state)
             check_memory("step", params=state.params, opt_state=state.opt_state)
-            found, opt = placed_inputs(state.params, self.mesh, mutable=self.step.mutates), placed_inputs(state.opt_state, self.mesh, "opt_state")
+            found, opt = (
+                placed_inputs(state.params, self.mesh, mutable=self.step.mutates),
+                placed_inputs(state.opt_state, self.mesh, "opt_state"),
+            )
             self._resolve(abstract_params(found))
             check_layouts(self.step, self.mesh, state, found, opt)
             known = self._last.inputs

@@ -1,5 +1,5 @@
-"""What the host looks at beside a step: parameters that are not finite at the start, a loss scale that cannot be lowered any more, and new values of
-leaves that must agree and do not.
+"""What the host looks at beside a step: parameters that are not finite at the start, a loss scale that cannot be
+lowered any more, and new values of leaves that must agree and do not.
 
 None waits for the device within a step: the first is asked once, the others are read when they have arrived.
 """
@@ -20,7 +20,8 @@ from fzero.program.lines import Inputs
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:
-    """Raises naming the trained parameters of which this rank's part has an inf or a nan. Those on disk are not read for it.
+    """Raises naming the trained parameters of which this rank's part has an inf or a nan. Those on disk are not read
+    for it.
 
     Args:
         params: the tree of a state.
@@ -29,7 +30,9 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
     """
     flat = tree.leaves(params)
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
-    ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]  # a nan is the least and the greatest
+    ends = [
+        torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked
+    ]  # a nan is the least and the greatest
     found = torch.stack(ends).isfinite().all(1).tolist() if ends else []
     wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in zip(asked, found, strict=True) if not finite]
     if wrong:
@@ -40,8 +43,9 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
 class Arriving:
     """Flags of steps as they reach the host, in the order of the steps.
 
-    A device that runs behind the host is not waited for: a flag comes when it is there. An error must come in the same step on every rank: where flags
-    may raise one, that of the last step but one is waited for, which the device has long done.
+    A device that runs behind the host is not waited for: a flag comes when it is there. An error must come in the same
+    step on every rank: where flags may raise one, that of the last step but one is waited for, which the device has
+    long done.
     """
 
     def __init__(self, raises: bool):
@@ -55,7 +59,8 @@ class Arriving:
             yield self._under_way.popleft()[0]
 
     def _is_there(self, event: torch.cuda.Event | None) -> bool:
-        """Whether the oldest flag has arrived; to raise by it, that of the last step is not asked for and any other is waited for."""
+        """Whether the oldest flag has arrived; to raise by it, that of the last step is not asked for and any other is
+        waited for."""
         if event is None or not self._raises:
             return event is None or event.query()
         if len(self._under_way) == 1:
@@ -65,8 +70,8 @@ class Arriving:
 
 
 class Agreement:
-    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches: in that step, or on a device that runs
-    behind the host in the next."""
+    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches: in
+    that step, or on a device that runs behind the host in the next."""
 
     def __init__(self) -> None:
         self._arriving = Arriving(raises=True)
@@ -74,10 +79,24 @@ class Agreement:
     def __call__(self, same: torch.Tensor, paths: Sequence[str]) -> None:
         """Looks at the flags of a step, bool[len(paths)]."""
         for flags in self._arriving(same):
-            wrong = [f"{path}: not the same on every rank and in every micro-batch" for path, agrees in zip(paths, flags.tolist(), strict=True) if not agrees]
+            wrong = [
+                f"{path}: not the same on every rank and in every micro-batch"
+                for path, agrees in zip(paths, flags.tolist(), strict=True)
+                if not agrees
+            ]
             if wrong:
-                fix = "return what does not depend on the part of the batch, such as a count of steps; or a floating-point leaf, which is averaged"
-                raise FzeroValueError(message("step", "new values of mutable leaves differ, and only floating-point ones are averaged", wrong, fix))
+                fix = (
+                    "return what does not depend on the part of the batch, such as a count of steps; or a "
+                    "floating-point leaf, which is averaged"
+                )
+                raise FzeroValueError(
+                    message(
+                        "step",
+                        "new values of mutable leaves differ, and only floating-point ones are averaged",
+                        wrong,
+                        fix,
+                    )
+                )
 
 
 class AtMinimum:
@@ -94,7 +113,10 @@ class AtMinimum:
 
     def _say(self) -> None:
         problem = f"loss scale {self._minimum:g}: it is not lowered any more, and every step that overflows is skipped"
-        fix = "lower the learning rate or clip; look at `skipped` among the metrics; or compute in bf16, whose range is that of fp32"
+        fix = (
+            "lower the learning rate or clip; look at `skipped` among the metrics; or compute in bf16, whose range is "
+            "that of fp32"
+        )
         text = message("mixed_precision", "gradients overflow at the minimum loss scale", [problem], fix)
         if self._raises:
             raise LossScaleError(text)

@@ -1,4 +1,5 @@
-"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from those that the step expects."""
+"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from
+those that the step expects."""
 
 from __future__ import annotations
 
@@ -11,8 +12,29 @@ import torch
 
 from fzero import agree, tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, extent_of, home_of, leaf_of, place, storage_of, ties
-from fzero.lowering.layouts import abstract_params, extra_leaves, leaves_made_anew, opt_state_inputs, params_inputs, precision_of
+from fzero.layout import (
+    COMPUTE,
+    FP8,
+    GRADIENTS,
+    LOSS_SCALE,
+    PRECISION,
+    Layout,
+    Leaf,
+    extent_of,
+    home_of,
+    leaf_of,
+    place,
+    storage_of,
+    ties,
+)
+from fzero.lowering.layouts import (
+    abstract_params,
+    extra_leaves,
+    leaves_made_anew,
+    opt_state_inputs,
+    params_inputs,
+    precision_of,
+)
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScaleState
 from fzero.precision.counters import PrecisionState
@@ -22,9 +44,11 @@ from fzero.state import storage
 from fzero.step import State, Step
 
 
-def placed_inputs(values: Any, mesh: Mesh, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None) -> Inputs:
-    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: which of the leaves the loss function returns
-    anew; by default those of which it was said where they were made."""
+def placed_inputs(
+    values: Any, mesh: Mesh, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None
+) -> Inputs:
+    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: which of
+    the leaves the loss function returns anew; by default those of which it was said where they were made."""
     flat, structure = tree.flatten(values)
     known = [leaf_of(x) for x in flat]
     changes = mutable(values) if mutable else [at is not None and at[0].role == "mutable" for at in known]
@@ -38,18 +62,28 @@ def placed_inputs(values: Any, mesh: Mesh, role: str = "params", mutable: Callab
 def without_values(values: Any, role: str) -> list[str]:
     """The leaves of a tree that are on the meta device, other than those that rest on disk."""
     flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
-    return [f"{p}: {tree.describe(x)} on the meta device" for p, x in flat if isinstance(x, torch.Tensor) and x.is_meta and extent_of(x) is None]
+    return [
+        f"{p}: {tree.describe(x)} on the meta device"
+        for p, x in flat
+        if isinstance(x, torch.Tensor) and x.is_meta and extent_of(x) is None
+    ]
 
 
 def check_values(owner: str, **parts: Any) -> None:
     """Raises naming every leaf that has no values. `parts`: trees, by role."""
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
-        raise FzeroValueError(message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"))
+        raise FzeroValueError(
+            message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors")
+        )
 
 
 def check_memory(owner: str, **parts: Any) -> None:
     """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
-    named = [(p, x) for role, values in parts.items() for p, x in zip(tree.paths(values, role), tree.leaves(values), strict=True)]
+    named = [
+        (p, x)
+        for role, values in parts.items()
+        for p, x in zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    ]
     spans, wrong = [], []
     for path, x in {id(x): (p, x) for p, x in reversed(named) if not x.is_meta and x.numel()}.values():
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -59,7 +93,14 @@ def check_memory(owner: str, **parts: Any) -> None:
     spans.sort()
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
-        raise FzeroValueError(message(owner, "a step writes its state in place, and these leaves have no memory of their own", wrong, "give x.clone()"))
+        raise FzeroValueError(
+            message(
+                owner,
+                "a step writes its state in place, and these leaves have no memory of their own",
+                wrong,
+                "give x.clone()",
+            )
+        )
 
 
 KEPT: dict[str, tuple[str, Any]] = {
@@ -67,7 +108,8 @@ KEPT: dict[str, tuple[str, Any]] = {
     "precision": (PRECISION, PrecisionState),
     "fp8": (FP8, Fp8State),
 }
-"""Where a run is besides its step and its key: the path of what `extras` holds under a name, which is the role of its leaves too, and what makes it of them."""
+"""Where a run is besides its step and its key: the path of what `extras` holds under a name, which is the role of its
+leaves too, and what makes it of them."""
 
 
 def kept(values: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +119,8 @@ def kept(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Last:
-    """The trees that a step was last called with, or made: what was found of them holds as long as they are the same."""
+    """The trees that a step was last called with, or made: what was found of them holds as long as they are the
+    same."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
@@ -119,8 +162,8 @@ def assembled(
     places: dict[str, torch.Tensor],
     owner: str,
 ) -> State:
-    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; what is not among them begins: a loss scale where it starts,
-    what is counted and remembered with zeros."""
+    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; what is not among them
+    begins: a loss scale where it starts, what is counted and remembered with zeros."""
     for inputs, values in ((params, made), (opt_state, opt)):
         for i, x in values.items():
             place(x, inputs.leaves[i], mesh)
@@ -134,33 +177,48 @@ def assembled(
         value = lambda i, leaf: storage.cast(made[i], leaf.dtype) if name == "compute" else None  # noqa: E731
         return {i: storage.put(value(i, leaf), leaf, places, mesh) for i, leaf in anew[name].items()}
 
-    extras = {name: params.rebuild(agree.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name)) for name in anew}
+    extras = {
+        name: params.rebuild(agree.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
+        for name in anew
+    }
     return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
 
 
 def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
-    """Raises with every leaf of a state that rests otherwise than a step expects. `found`, `opt`: the leaf tables of its parameters and optimizer state."""
+    """Raises with every leaf of a state that rests otherwise than a step expects. `found`, `opt`: the leaf tables of
+    its parameters and optimizer state."""
     expected = params_inputs(step, mesh, abstract_params(found))
     bare = {**unplaced(state.params), **unplaced(state.opt_state, "opt_state")}
     wrong = differences(found, expected, bare) or differences(opt, opt_state_inputs(step, mesh, expected), bare)
     wrong = wrong or _differing_extras(step, mesh, state, expected)
     if wrong:
-        away = any(leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier for x in tree.leaves((state.params, state.opt_state)))  # type: ignore[index]
+        away = any(
+            leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier
+            for x in tree.leaves((state.params, state.opt_state))
+        )  # type: ignore[index]
         fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
         raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
 
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:
-    """By path what is said of tensors that no step made: they are what they look like, and belong to no larger leaf that is known."""
+    """By path what is said of tensors that no step made: they are what they look like, and belong to no larger leaf
+    that is known."""
     flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
-    return {p: f"{tree.describe(x)} without a layout, which is then taken to be whole," for p, x in flat if leaf_of(x) is None}
+    return {
+        p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"
+        for p, x in flat
+        if leaf_of(x) is None
+    }
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`: see `unplaced`."""
+    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`:
+    see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
-        missing = [f"{p}: not in the state" for p in sorted(there - here)] + [f"{p}: in the state, not in this step" for p in sorted(here - there)]
+        missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
+            f"{p}: in the state, not in this step" for p in sorted(here - there)
+        ]
         return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
     pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
     wrong = [(a, b) for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
@@ -173,10 +231,15 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)
-    expected = [*(leaf for leaves in anew.values() for leaf in leaves.values()), *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT)]
+    expected = [
+        *(leaf for leaves in anew.values() for leaf in leaves.values()),
+        *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT),
+    ]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
-    return [f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong]
+    return [
+        f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong
+    ]
 
 
 def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
@@ -187,7 +250,13 @@ def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> S
 
 def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
-    return [few["step"], *(params.leaves[t] for t in params.ties), *opt_state.leaves, few["key"], *(leaf for leaf in few.values() if leaf.role in KEPT)]
+    return [
+        few["step"],
+        *(params.leaves[t] for t in params.ties),
+        *opt_state.leaves,
+        few["key"],
+        *(leaf for leaf in few.values() if leaf.role in KEPT),
+    ]
 
 
 def _first_leaves(*trees: Any) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
 """Birth of a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
-An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the leaf (see
-trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked for its shape, as parameters are by
-most optimizers, no value is had; what is made of zeros is not made at all, but said to be; and a large leaf that rests elsewhere than on the device is
-made in parts, each as the shard of a larger mesh would be.
+An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
+leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked
+for its shape, as parameters are by most optimizers, no value is had; what is made of zeros is not made at all, but said
+to be; and a large leaf that rests elsewhere than on the device is made in parts, each as the shard of a larger mesh
+would be.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PART = 32 << 20
 """Bytes of the parts in which a leaf is made."""
 
 Put = Callable[[torch.Tensor | Iterator[torch.Tensor] | None, Leaf], torch.Tensor]
-"""Puts the value of a leaf (or its consecutive parts, or None for zeros) where it rests, and returns what stands for it in a state."""
+"""Puts the value of a leaf (or its consecutive parts, or None for zeros) where it rests, and returns what stands for it
+in a state."""
 
 Load = Callable[[], torch.Tensor]
 
@@ -37,14 +39,21 @@ Load = Callable[[], torch.Tensor]
 def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
     """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position."""
     (place,) = graph.inputs
-    keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))  # one split makes the keys of many leaves: it is done once
+    keys = list(
+        graph.graph.find_nodes(op="call_function", target=DERIVE)
+    )  # one split makes the keys of many leaves: it is done once
     derived = _Run(Part(graph, [place], keys).extract()).run(key)
-    values: dict[fx.Node, Load] = {n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
+    values: dict[fx.Node, Load] = {
+        n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
+    }
     return _leaves(graph, values, {}, inputs, mesh, put)
 
 
-def opt_state(step: Step, params: Inputs, opt: Inputs, load: Callable[[int], torch.Tensor], mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
-    """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a distinct parameter on the device."""
+def opt_state(
+    step: Step, params: Inputs, opt: Inputs, load: Callable[[int], torch.Tensor], mesh: Mesh, put: Put
+) -> dict[int, torch.Tensor]:
+    """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a
+    distinct parameter on the device."""
     places = params.distinct
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
@@ -54,14 +63,24 @@ def opt_state(step: Step, params: Inputs, opt: Inputs, load: Callable[[int], tor
             whole = params.rebuild(dict(zip(places, xs, strict=True)))
             return tree.leaves(step.optimizer.init(step.optimized(whole)))
 
-        graph = record(run, fakes, owner="optimizer", names=[f"p_{i}" for i in range(len(places))], source=step.optimizer.init)
+        graph = record(
+            run, fakes, owner="optimizer", names=[f"p_{i}" for i in range(len(places))], source=step.optimizer.init
+        )
     given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
     sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
     return _leaves(graph, given, sharded, opt, mesh, put)
 
 
-def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Mapping[fx.Node, Leaf], inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
-    """What the graph returns, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come as shards, and of what."""
+def _leaves(
+    graph: Recorded,
+    values: Mapping[fx.Node, Load],
+    sharded: Mapping[fx.Node, Leaf],
+    inputs: Inputs,
+    mesh: Mesh,
+    put: Put,
+) -> dict[int, torch.Tensor]:
+    """What the graph returns, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come
+    as shards, and of what."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
     out = {}
@@ -76,13 +95,20 @@ def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Mapping[fx
         if key not in known:
             one = part.extract()
             cut_as = {axes: _cut_of(leaf.with_layout(axes=axes), mesh) for axes in comes if axes}
-            arrives = {new: Sharded(leaf.path, c) for axes, new in zip(comes, one.inputs, strict=True) if axes and (c := cut_as[axes])}
+            arrives = {
+                new: Sharded(leaf.path, c)
+                for axes, new in zip(comes, one.inputs, strict=True)
+                if axes and (c := cut_as[axes])
+            }
             known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
         source, made = known[key]
         if _is_zeros(made):
             out[i] = put(None, leaf)
             continue
-        loads = [functools.partial(_finer, values[p], sharded[p], axes, mesh) if axes else values[p] for p, axes in zip(read, comes, strict=True)]
+        loads = [
+            functools.partial(_finer, values[p], sharded[p], axes, mesh) if axes else values[p]
+            for p, axes in zip(read, comes, strict=True)
+        ]
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
         finer, first = made_as or Cut((), 1), index * num
@@ -96,7 +122,10 @@ def _leaves(graph: Recorded, values: Mapping[fx.Node, Load], sharded: Mapping[fx
 
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
     """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
-    numel, unit = leaf.shard_numel(mesh), granule(leaf.shape) * max(1, mesh.axis_size(leaf.layout.grid) // leaf.num_shards(mesh))
+    numel, unit = (
+        leaf.shard_numel(mesh),
+        granule(leaf.shape) * max(1, mesh.axis_size(leaf.layout.grid) // leaf.num_shards(mesh)),
+    )
     least = -(-numel * leaf.dtype.itemsize // PART)
     return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
 
@@ -118,7 +147,9 @@ def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.
     return load().chunk(mesh.axis_size(further))[mesh.index(further)]
 
 
-def _parts(source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Cut, indices: range) -> Iterator[torch.Tensor]:
+def _parts(
+    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Cut, indices: range
+) -> Iterator[torch.Tensor]:
     for index in indices:
         (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
         yield part.to(device=mesh.device, dtype=leaf.dtype)
@@ -141,7 +172,9 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
-    return made.target is aten.zeros.default or (made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False"))  # not -0.0
+    return made.target is aten.zeros.default or (
+        made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
+    )  # not -0.0
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -171,4 +204,8 @@ class _Cutting(_Run):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not cut:
             return super().call_function(target, args, kwargs)
-        return shard(args[0], Leaf(self._leaf.path, "", tuple(args[0].shape), self._leaf.with_layout(dtype=args[0].dtype).layout), self._mesh)
+        return shard(
+            args[0],
+            Leaf(self._leaf.path, "", tuple(args[0].shape), self._leaf.with_layout(dtype=args[0].dtype).layout),
+            self._mesh,
+        )

@@ -18,28 +18,30 @@ from fzero.transforms.offload import TIERS
 
 HOME = "home"
 _STAYS = ("step", "key", "loss_scale", "precision", "fp8", "gradients")
-"""Roles of what stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where gradients wait on disk, which has no value
-between steps."""
+"""Roles of what stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where
+gradients wait on disk, which has no value between steps."""
 
 
 def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None) -> Any:
     """A state with its leaves on another tier: out of the way of an evaluation or of another model, and back.
 
-    The values are the same, bit for bit. No step runs on a state that rests elsewhere than it expects: bring it home first. Checkpoints are saved from
-    wherever it rests, and `gather` works.
+    The values are the same, bit for bit. No step runs on a state that rests elsewhere than it expects: bring it home
+    first. Checkpoints are saved from wherever it rests, and `gather` works.
 
     Args:
-        state: a State that `init` or `restore` made, or any part of one. It is donated: its tensors are let go as they are moved, also those that stay.
+        state: a State that `init` or `restore` made, or any part of one. It is donated: its tensors are let go as they
+            are moved, also those that stay.
         tier: "cpu" (host memory), "nvme" (files), "device", or "home": each leaf back to where its step keeps it.
-        path: for "nvme" a directory, or several over which the leaves are striped. Leaves that a step keeps on disk go back to their old place there.
+        path: for "nvme" a directory, or several over which the leaves are striped. Leaves that a step keeps on disk go
+            back to their old place there.
 
-    Communication: none between ranks but for a few bytes through the store. Each leaf once over the link or to the disk; on a mesh whose device is the CPU
-        host and device are one memory, and nothing is copied between the two.
+    Communication: none between ranks but for a few bytes through the store. Each leaf once over the link or to the
+        disk; on a mesh whose device is the CPU host and device are one memory, and nothing is copied between the two.
     Memory: the new places, the old ones until their leaf was moved, and two buffers of 16 MiB with a disk.
 
     Raises:
-        FzeroValueError: an unknown tier; a path without "nvme", or none with it; leaves that no step made; a path that is missing, not writable or too
-            small, with the numbers, before anything is moved.
+        FzeroValueError: an unknown tier; a path without "nvme", or none with it; leaves that no step made; a path that
+            is missing, not writable or too small, with the numbers, before anything is moved.
         TierError: an I/O error on the way: the state is lost.
         BusyError: another thread is using the mesh.
 
@@ -57,7 +59,9 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
     _check(state, flat, tier, path)
     moves = [_Move.of(flat[i], tier) for i in distinct]
     if tier == "nvme" and path is None and any(m.new for m in moves):
-        raise FzeroValueError(message("move", "'nvme' needs a directory", fix="e.g. fz.move(state, 'nvme', path='/scratch')"))
+        raise FzeroValueError(
+            message("move", "'nvme' needs a directory", fix="e.g. fz.move(state, 'nvme', path='/scratch')")
+        )
     if not moves:
         return state
     mesh = moves[0].mesh
@@ -67,7 +71,11 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
 
     with mesh.alone("move"):
         places = iter(storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
-        moved = agree.everywhere(mesh, "move", run) if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves) else run()
+        moved = (
+            agree.everywhere(mesh, "move", run)
+            if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves)
+            else run()
+        )
     return tree.unflatten(structure, [moved[t] for t in tied])
 
 
@@ -109,7 +117,9 @@ class _Move:
             if there == "device":
                 new = torch.empty(old.shape, dtype=old.dtype, device=self.mesh.device)
             elif new is None:  # back to its old place on disk
-                new = place(torch.empty(old.shape, dtype=old.dtype, device="meta"), self.to, self.mesh, self.home.extent)
+                new = place(
+                    torch.empty(old.shape, dtype=old.dtype, device="meta"), self.to, self.mesh, self.home.extent
+                )
             storage.copy(old, new)
         place(new, self.to, self.mesh, extent, None if there == self.home.tier else self.home)
         leave(old)
@@ -125,4 +135,8 @@ def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:
         if not isinstance(x, torch.Tensor) or leaf_of(x) is None:
             problems.append(f"{name}: {tree.describe(x)} that no compiled step made")
     if problems:
-        raise FzeroValueError(message("move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"))
+        raise FzeroValueError(
+            message(
+                "move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"
+            )
+        )

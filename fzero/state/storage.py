@@ -1,6 +1,8 @@
-"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put there.
+"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put
+there.
 
-A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and values are put into it.
+A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and
+values are put into it.
 """
 
 from __future__ import annotations
@@ -32,15 +34,21 @@ Places = Mapping[str, torch.Tensor]
 
 
 def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
-    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that mirrors it."""
+    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that
+    mirrors it."""
     following: dict[int | None, list[Leaf]] = {}
     for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
         following.setdefault(None if i is None else params.ties[i], []).append(leaf)
-    return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(None, [])
+    return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(
+        None, []
+    )
 
 
-def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
-    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before any leaf is made.
+def reserve(
+    step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str
+) -> dict[str, torch.Tensor]:
+    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before
+    any leaf is made.
 
     Args:
         step: what rests where is decided.
@@ -55,7 +63,10 @@ def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs
         BudgetError: with the numbers of every budget that is too small.
         FzeroValueError, TierError: those of `allocate`.
     """
-    leaves = [*travelling(params, opt_state), *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values())]
+    leaves = [
+        *travelling(params, opt_state),
+        *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values()),
+    ]
     tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
     if mesh.unified_memory:
         tiers[:2] = [({"device", "host"}, ""), (set(), "")]
@@ -63,7 +74,10 @@ def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs
     for (names, where), limit in zip(tiers, limits, strict=True):
         rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
         if limit is not None and rests > limit:
-            problems.append(f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than {size(limit)}")
+            problems.append(
+                f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than "
+                f"{size(limit)}"
+            )
     if problems:
         fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
         raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
@@ -72,30 +86,38 @@ def reserve(step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs
 
 
 def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
-    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of files, in their order.
+    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of
+    files, in their order.
 
     Every rank calls it; if it fails on one rank it fails on all.
 
     Communication: with leaves off the device, up to three exchanges of a few bytes through the store.
 
     Raises:
-        FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks, with the numbers.
+        FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks,
+            with the numbers.
         TierError: not enough host memory.
     """
     on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
     places: dict[str, Iterator[torch.Tensor]] = {}
     if on_disk:
-        nbytes, local = sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        nbytes, local = (
+            sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
         agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
         places["disk"] = iter(agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
-        made = agree.everywhere(mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh))
+        made = agree.everywhere(
+            mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
+        )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
 
 
 def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
-    """Gives each of these tensors on disk a second extent, where its next value can be written before it counts; whether there is room for them.
+    """Gives each of these tensors on disk a second extent, where its next value can be written before it counts;
+    whether there is room for them.
 
     Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
 
@@ -124,13 +146,18 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
         agree.everywhere(mesh, "offload", room)
         agree.everywhere(mesh, "offload", take)
     except FzeroValueError as error:
-        logger.warning("fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write would need more room\n%s", error)
+        logger.warning(
+            "fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write "
+            "would need more room\n%s",
+            error,
+        )
         return False
     return True
 
 
 def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
-    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the device.
+    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
+    device.
 
     Args:
         value: of the leaf as it rests; or its consecutive parts; or None for zeros.
@@ -164,7 +191,8 @@ def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is on disk."""
+    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is
+    on disk."""
     if extent_of(target) is not None:
         disk.store(source.detach(), target)
     elif extent_of(source) is None:
@@ -175,7 +203,9 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def cast(resting: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Iterator[torch.Tensor]:
     """The value of a tensor of a state in another dtype; of one on disk in parts."""
-    return resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
+    return (
+        resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
+    )
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:

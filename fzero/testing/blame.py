@@ -1,7 +1,9 @@
-"""Where a difference begins: which transform brings it in, and which line of the program is the first whose value differs.
+"""Where a difference begins: which transform brings it in, and which line of the program is the first whose value
+differs.
 
-Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then dropped from what is left, one by one.
-Without a parallel transform a step runs on each rank by itself, on the whole batch. Every rank asks the same questions and gets the same answers.
+Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then
+dropped from what is left, one by one. Without a parallel transform a step runs on each rank by itself, on the whole
+batch. Every rank asks the same questions and gets the same answers.
 """
 
 from __future__ import annotations
@@ -53,18 +55,28 @@ def blame(setting: Setting, report: Report) -> Blame:
     return replace(found, line=line, step=step, note="" if line is not None else _NO_LINE)
 
 
-_NOT_A_MEAN = "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+_NOT_A_MEAN = (
+    "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+)
 _OF_STATISTICS = (
-    "the loss of a batch is not the mean of its parts' losses, and there are leaves of `mutable`: a batch norm in training mode normalises each part "
-    "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process without accumulate (docs/checking.md). "
+    "the loss of a batch is not the mean of its parts' losses, and there are leaves of `mutable`: a batch norm in "
+    "training mode normalises each part "
+    "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process "
+    "without accumulate (docs/checking.md). "
     "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
 )
-_AUX = "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean over dim 0"
-_NO_LINE = "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
+_AUX = (
+    "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean "
+    "over dim 0"
+)
+_NO_LINE = (
+    "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
+)
 
 
 def _first_transform(s: Setting) -> tuple[Transform | None, tuple[Transform, ...]]:
-    """The first transform with which the step differs, None if it does without any, and those that it needs to do so."""
+    """The first transform with which the step differs, None if it does without any, and those that it needs to do
+    so."""
     transforms = s.step.transforms
     if not _same(_with(s, ())):
         return None, ()
@@ -101,11 +113,14 @@ def _alone(mesh: Mesh) -> Mesh:
 
 
 def _is_mean(s: Setting) -> bool:
-    """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is weighted."""
+    """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is
+    weighted."""
     num, batches = _batches(s)
     state, losses = s.plain.first, []
     for i, batch in enumerate(batches):
-        kwargs = {"key": fzrandom.with_part(fzrandom.fold_in(state.key, state.step), i)} if wants_key(s.step.loss_fn) else {}
+        kwargs = (
+            {"key": fzrandom.with_part(fzrandom.fold_in(state.key, state.step), i)} if wants_key(s.step.loss_fn) else {}
+        )
         with torch.no_grad():
             result = s.step.loss_fn(state.params, batch, **kwargs)
         losses.append(result[0] if s.step.has_aux or s.step.mutable is not None else result)
@@ -113,7 +128,10 @@ def _is_mean(s: Setting) -> bool:
         mean = sum(x.total for x in losses) / sum(x.count for x in losses)
     else:
         mean = sum(losses) / num
-    return distance(torch.as_tensor(mean), s.plain.leaves[1]["metrics['loss']"]) <= s.plain.tolerances[1]["metrics['loss']"]
+    return (
+        distance(torch.as_tensor(mean), s.plain.leaves[1]["metrics['loss']"])
+        <= s.plain.tolerances[1]["metrics['loss']"]
+    )
 
 
 def _batches(s: Setting) -> tuple[int, list[Any]]:
@@ -122,7 +140,10 @@ def _batches(s: Setting) -> tuple[int, list[Any]]:
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     flat, structure = tree.flatten(s.whole_batch)
     cut = rows(s.whole_batch, record)
-    return num, [tree.unflatten(structure, [x.chunk(num)[i] if c else x for x, c in zip(flat, cut, strict=True)]) for i in range(num)]
+    return num, [
+        tree.unflatten(structure, [x.chunk(num)[i] if c else x for x, c in zip(flat, cut, strict=True)])
+        for i in range(num)
+    ]
 
 
 def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | None, int]:
@@ -149,7 +170,8 @@ def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | 
 
 
 def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Program, Sequence[str]]:
-    """The executable of the coming step, its program, and the paths of its metrics in the order of the program's outputs."""
+    """The executable of the coming step, its program, and the paths of its metrics in the order of the program's
+    outputs."""
     lowered, run = train.built(state, s.batch)
     metrics = tree.unflatten(lowered.structure, list(lowered.program.outputs))
     return run, lowered.program, tree.paths(metrics, "metrics")
@@ -165,17 +187,32 @@ def _leaves(state: State, s: Setting) -> dict[str, torch.Tensor]:
 
 
 def _reference(
-    s: Setting, whole: State, leaves: dict[str, torch.Tensor], culprit: Transform | None, program: Program, names: Sequence[str]
+    s: Setting,
+    whole: State,
+    leaves: dict[str, torch.Tensor],
+    culprit: Transform | None,
+    program: Program,
+    names: Sequence[str],
 ) -> tuple[Reference, tuple[str, ...]]:
     """What the coming step means, from the state that the transformed step has come to."""
     axes = zero_of(s.step, s.mesh).batch_axes
     precise = isinstance(culprit, PRECISIONS)  # then its own casts are what is in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))
     alone, (_, batches) = _alone(s.mesh), _batches(s)
-    base = base_program(replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0])
+    base = base_program(
+        replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0]
+    )
     first = s.plain.first  # in whose dtypes the plain step goes on
-    whole = first._replace(**{f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f)) for f in ("step", "params", "opt_state", "key")})
-    state = {**leaves, **leaves_of(whole, {})}  # what is not in a plain state, such as a loss scale, is whole on every rank
+    whole = first._replace(
+        **{
+            f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f))
+            for f in ("step", "params", "opt_state", "key")
+        }
+    )
+    state = {
+        **leaves,
+        **leaves_of(whole, {}),
+    }  # what is not in a plain state, such as a loss scale, is whole on every rank
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     parts = []
     for i, batch in enumerate(batches):

@@ -23,7 +23,18 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step, check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
-from fzero.testing.tolerance import LAMBDA, NUM_MOVED, PRECISIONS, WAYS, Roundoff, moved, noise, roundoff, unit, with_gradients
+from fzero.testing.tolerance import (
+    LAMBDA,
+    NUM_MOVED,
+    PRECISIONS,
+    WAYS,
+    Roundoff,
+    moved,
+    noise,
+    roundoff,
+    unit,
+    with_gradients,
+)
 from fzero.trace.block import every_call_traced
 from fzero.trace.subgraph import signature
 from fzero.transforms.accumulate import Accumulate
@@ -43,21 +54,26 @@ def check_equivalent(
     raises: bool = True,
     **options: Any,
 ) -> Report:
-    """Takes a few steps with a transformed step and with the plain one, from one state on one global batch, and compares all leaves after each.
+    """Takes a few steps with a transformed step and with the plain one, from one state on one global batch, and
+    compares all leaves after each.
 
-    The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all ranks, one behind the other
-    along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which follows from dtypes and the lengths of reductions
-    (docs/checking.md). If a leaf is farther off than that, the transform that is to blame is searched for, and the first line of the program whose
-    value differs. A step that is skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
-    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well. Every call of a block is traced: one that
-    reads something unseen (see `fz.block`) and is not what it was taken for is an error, and so is a loss that does something else each time it is called.
+    The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all
+    ranks, one behind the other along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which
+    follows from dtypes and the lengths of reductions (docs/checking.md). If a leaf is farther off than that, the
+    transform that is to blame is searched for, and the first line of the program whose value differs. A step that is
+    skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
+    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well. Every
+    call of a block is traced: one that reads something unseen (see `fz.block`) and is not what it was taken for is an
+    error, and so is a loss that does something else each time it is called.
 
     On a mesh of several ranks every rank calls it, and all get the same report.
 
     Args:
         step: a training step with its transforms.
-        params: a pytree of tensors with whole leaves, the same on every rank, or a function of a key that returns one. They are not written.
-        batch: this rank's part of the global batch, as for a compiled step. What `accumulate` does not cut is the same on every rank.
+        params: a pytree of tensors with whole leaves, the same on every rank, or a function of a key that returns one.
+            They are not written.
+        batch: this rank's part of the global batch, as for a compiled step. What `accumulate` does not cut is the same
+            on every rank.
         mesh: from `make_mesh`; by default the one of all processes that torchrun started.
         steps: to take, at least 1.
         key: int64[3], the same on every rank; by default `fz.random.key(0)`.
@@ -66,15 +82,17 @@ def check_equivalent(
         **options: further arguments of `fz.compile`: budgets, an example batch.
 
     Communication: the batch and, after each step, the state are gathered on every rank.
-    Memory: seven whole states, as many gradients a step, and the plain step's activations of the whole batch on every rank: for models, or models cut
-            small, that fit that.
+    Memory: seven whole states, as many gradients a step, and the plain step's activations of the whole batch on every
+            rank: for models, or models cut small, that fit that.
 
     Raises:
         EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
         FzeroError: the step cannot be built or run on this mesh, whatever `raises` is.
-        TraceError: naming a block that computes something else at a later call; a loss or an optimizer that does when it is traced again.
+        TraceError: naming a block that computes something else at a later call; a loss or an optimizer that does when
+            it is traced again.
 
-    Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019; Parker, Monte Carlo arithmetic, 1997.
+    Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019;
+        Parker, Monte Carlo arithmetic, 1997.
 
     Example:
         >>> import torch, fzero as fz
@@ -84,12 +102,26 @@ def check_equivalent(
         (True, True)
     """
     if not isinstance(step, Step):
-        raise FzeroTypeError(message("check_equivalent", f"checks a training step, not {type(step).__name__}", fix="make one with fz.train_step"))
+        raise FzeroTypeError(
+            message(
+                "check_equivalent",
+                f"checks a training step, not {type(step).__name__}",
+                fix="make one with fz.train_step",
+            )
+        )
     if not isinstance(steps, int) or steps < 1:
-        raise FzeroValueError(message("check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1"))
+        raise FzeroValueError(
+            message("check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1")
+        )
     mesh = make_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        raise FzeroTypeError(message("check_equivalent", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix="make one with fz.make_mesh"))
+        raise FzeroTypeError(
+            message(
+                "check_equivalent",
+                f"runs on a mesh of devices, not on {type(mesh).__name__}",
+                fix="make one with fz.make_mesh",
+            )
+        )
     setting = setting_of(step, params, batch, mesh, steps, key, backend, options)
     report = replace(compare(setting), wanted=steps)
     if not report.equivalent:
@@ -97,12 +129,30 @@ def check_equivalent(
 
         report = replace(report, blame=blame(setting, report))
     elif others := _without_precision(step):
-        exact = check_equivalent(replace(step, transforms=others), setting.params, batch, mesh, steps=steps, key=key, backend=backend, raises=False, **options)
+        exact = check_equivalent(
+            replace(step, transforms=others),
+            setting.params,
+            batch,
+            mesh,
+            steps=steps,
+            key=key,
+            backend=backend,
+            raises=False,
+            **options,
+        )
         report = replace(report, exact=exact)
     if raises and not report.equivalent:
-        fix = "look at the transform and the line that the report names; fz.testing.check_equivalent(..., raises=False) returns it"
+        fix = (
+            "look at the transform and the line that the report names; fz.testing.check_equivalent(..., raises=False) "
+            "returns it"
+        )
         problems = str(report).rstrip("\n").splitlines()
-        raise EquivalenceError(message("check_equivalent", f"the transformed step of {step.name} differs from the plain one", problems, fix), report)
+        raise EquivalenceError(
+            message(
+                "check_equivalent", f"the transformed step of {step.name} differs from the plain one", problems, fix
+            ),
+            report,
+        )
     return report
 
 
@@ -139,14 +189,24 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The leaves of the plain step's states and metrics by path, those of the first state first, and how far each may lie off in the Euclidean norm."""
+    """The leaves of the plain step's states and metrics by path, those of the first state first, and how far each may
+    lie off in the Euclidean norm."""
 
     first: State
     leaves: Sequence[dict[str, torch.Tensor]]
     tolerances: Sequence[dict[str, float]]
 
 
-def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key: torch.Tensor | None, backend: str, options: dict[str, Any]) -> Setting:
+def setting_of(
+    step: Step,
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    steps: int,
+    key: torch.Tensor | None,
+    backend: str,
+    options: dict[str, Any],
+) -> Setting:
     """The arguments checked, and the plain step's side of the comparison."""
     key = (fzrandom.key(0) if key is None else key).to(mesh.device)
     check_batch(batch)
@@ -154,9 +214,17 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
         check_init(params)
         params = params(key)
     check_params(params)
-    absent = [f"{p}: {tree.describe(x)}" for p, x in zip(tree.paths((params, batch), ""), tree.leaves((params, batch)), strict=True) if x.is_meta]
+    absent = [
+        f"{p}: {tree.describe(x)}"
+        for p, x in zip(tree.paths((params, batch), ""), tree.leaves((params, batch)), strict=True)
+        if x.is_meta
+    ]
     if absent:
-        raise FzeroValueError(message("check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"))
+        raise FzeroValueError(
+            message(
+                "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
+            )
+        )
     step, params, batch = begun(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
     record = find(step.transforms, Accumulate)
@@ -165,8 +233,13 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
     with every_call_traced():
         base, again = (base_program(step, mesh, params, batch) for _ in range(2))
     if differs := difference(_text(base), _text(again), "the first time", "the second"):
-        fix = "draw with fz.random from the step's key, and pass what changes from step to step in the batch, as a 0-dim tensor"
-        raise TraceError(message("check_equivalent", f"{step.name} computes something else each time it is called", differs, fix))
+        fix = (
+            "draw with fz.random from the step's key, and pass what changes from step to step in the batch, as a 0-dim "
+            "tensor"
+        )
+        raise TraceError(
+            message("check_equivalent", f"{step.name} computes something else each time it is called", differs, fix)
+        )
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
     first = _on(plain.init(params, key), mesh)
@@ -178,7 +251,9 @@ def setting_of(step: Step, params: Any, batch: Any, mesh: Mesh, steps: int, key:
 
 def _text(base: Program) -> str:
     """All that a base program computes."""
-    updates = [f"{line.out}: {entry}" for line in base.lines if line.op == "update" for entry in signature(line.attrs["graph"])]
+    updates = [
+        f"{line.out}: {entry}" for line in base.lines if line.op == "update" for entry in signature(line.attrs["graph"])
+    ]
     return "\n".join([describe(base), *updates])
 
 
@@ -187,9 +262,14 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
     grads: list[list[torch.Tensor]] = []
     exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
     seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
-    others = [_states(moved(plain, size, number, grads_of), first, batch, steps) for number, grads_of in enumerate(seen)]
+    others = [
+        _states(moved(plain, size, number, grads_of), first, batch, steps) for number, grads_of in enumerate(seen)
+    ]
     amount = noise(grads, seen)
-    others += [_states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps) for way in WAYS]
+    others += [
+        _states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps)
+        for way in WAYS
+    ]
     tolerances = []
     for t, now in enumerate(exact):
         most = {}
@@ -224,7 +304,9 @@ def compare(setting: Setting) -> Report:
         for path, want in s.plain.leaves[t].items():
             got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
             off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
-            difference = Difference(path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size)
+            difference = Difference(
+                path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size
+            )
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
                 worst[path] = ratio, difference
@@ -234,7 +316,16 @@ def compare(setting: Setting) -> Report:
         if path not in merged or entry[0] > merged[path][0]:
             merged[path] = entry
     ordered = tuple(d for _, d in sorted(merged.values(), key=lambda entry: -entry[0]))
-    return Report(s.step.name, str(s.mesh), tuple(map(str, s.step.transforms)), s.steps, s.backend, str(s.size), ordered, skipped=skipped)
+    return Report(
+        s.step.name,
+        str(s.mesh),
+        tuple(map(str, s.step.transforms)),
+        s.steps,
+        s.backend,
+        str(s.size),
+        ordered,
+        skipped=skipped,
+    )
 
 
 def overflowed(metrics: dict[str, Any]) -> bool:
@@ -254,12 +345,17 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
     """The leaves of a whole state and of the metrics, by path."""
     out: dict[str, torch.Tensor] = {"step": state.step, "key": state.key}
     for root, values in (("params", state.params), ("opt_state", state.opt_state), ("metrics", metrics)):
-        out |= {p: x.detach() for p, x in zip(tree.paths(values, root), tree.leaves(values), strict=True) if isinstance(x, torch.Tensor)}
+        out |= {
+            p: x.detach()
+            for p, x in zip(tree.paths(values, root), tree.leaves(values), strict=True)
+            if isinstance(x, torch.Tensor)
+        }
     return out
 
 
 def rows(batch: Any, record: Accumulate | None) -> list[bool]:
-    """Of each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of them."""
+    """Of each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
+    them."""
     return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
 
 
@@ -271,7 +367,10 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     here = [(mesh.index(axes), [x.cpu() for x in flat])]
     parts = dict(part for one in everyones(here, mesh) for part in one)
     in_order = [parts[i] for i in sorted(parts)]
-    whole = [torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device) for cut, *xs in zip(has_rows, *in_order, strict=True)]
+    whole = [
+        torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device)
+        for cut, *xs in zip(has_rows, *in_order, strict=True)
+    ]
     return tree.unflatten(structure, whole)
 
 

@@ -1,7 +1,9 @@
-"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared with.
+"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared
+with.
 
-Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its start, and ranks exchange through
-torch.distributed, whatever the transport of the mesh. Functions run as they were recorded, operation by operation.
+Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
+start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
+recorded, operation by operation.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Interpreter:
 
     def valid_range(self, line: Line) -> tuple[int, int]:
         """Which elements of the flattened leaf that a line is about are this rank's."""
-        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(self.mesh)
+        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(
+            self.mesh
+        )
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:
@@ -81,4 +85,6 @@ class Interpreter:
 
 def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
     """This rank's flat, padded shard of a whole value."""
-    return shard(whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, placement.axes, grid=placement.grid)), mesh)
+    return shard(
+        whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, placement.axes, grid=placement.grid)), mesh
+    )

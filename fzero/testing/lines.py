@@ -1,10 +1,11 @@
 """The first line of a program whose value is not what it should be.
 
-[Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are then run by the interpreter, from the
-same state: what the program *says* (interpret.py). And the base program of the plain step is run on every part of the global batch (rank x micro-batch), with
-whole leaves: what the step *means*. The names of base programs survive in all that is made of them, so what a value stands for can be told from its name and
-the lines that moved it: the sum of some parts' values, a leaf before or after the update, a metric; whole, or this rank's shard of it. So there are three ways
-in which a line can be the first:
+[Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are
+then run by the interpreter, from the same state: what the program *says* (interpret.py). And the base program of the
+plain step is run on every part of the global batch (rank x micro-batch), with whole leaves: what the step *means*. The
+names of base programs survive in all that is made of them, so what a value stands for can be told from its name and the
+lines that moved it: the sum of some parts' values, a leaf before or after the update, a metric; whole, or this rank's
+shard of it. So there are three ways in which a line can be the first:
 
   it made something else than the program says       a function, a transfer or a buffer is at fault
   it read something else than was made               a buffer was overwritten, or read too early
@@ -34,7 +35,8 @@ _REPEATED = re.compile(r"_micro_\d+$|_total_0$")
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a value stands for: a value of the base program summed over parts of the global batch, or, without parts, an input or a result of the step.
+    """What a value stands for: a value of the base program summed over parts of the global batch, or, without parts, an
+    input or a result of the step.
 
     `casts`: the dtypes it went through since.
     """
@@ -46,7 +48,8 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a step means: the values of the base program for each part of the global batch, the leaves before and the results after, with their tolerances.
+    """What a step means: the values of the base program for each part of the global batch, the leaves before and the
+    results after, with their tolerances.
 
     Attributes:
         parts: for each part the values by name.
@@ -80,7 +83,13 @@ def part_values(base: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], p
 
 
 def first_line(
-    ran: Sequence[Ran], program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], reference: Reference, axes: tuple[str, ...], loose: float
+    ran: Sequence[Ran],
+    program: Program,
+    mesh: Mesh,
+    leaves: Mapping[str, torch.Tensor],
+    reference: Reference,
+    axes: tuple[str, ...],
+    loose: float,
 ) -> FirstLine | None:
     """The first line on this rank that differs; every rank of the mesh calls it together.
 
@@ -109,7 +118,14 @@ def first_line(
         line = entry.line
         for name, x in entry.read.items():
             if name not in empty and x.shape == told.values[name].shape:
-                differs(entry, name, x, told.values[name], _rounding(x, told.values[name], mesh, loose), f"reads {name}, which is not what was made")
+                differs(
+                    entry,
+                    name,
+                    x,
+                    told.values[name],
+                    _rounding(x, told.values[name], mesh, loose),
+                    f"reads {name}, which is not what was made",
+                )
         told.run(line, entry.turn)
         meanings.run(line, entry.turn)
         if OPS[line.op].pool == "leaves":  # memory for them
@@ -118,7 +134,14 @@ def first_line(
         empty.difference_update(line.writes)
         for name, x in entry.made.items():
             want = told.values[name].reshape(x.shape)
-            differs(entry, name, x, want, _rounding(x, want, mesh, loose), f"makes {name}, which is not what the program says")
+            differs(
+                entry,
+                name,
+                x,
+                want,
+                _rounding(x, want, mesh, loose),
+                f"makes {name}, which is not what the program says",
+            )
         for name in (v.name for v in line.out if v.name in told.values) if line.op not in STARTS else ():
             _compare(entry, name, told, meanings, differs)
         for name in line.writes:
@@ -130,7 +153,14 @@ def _compare(entry: Ran, name: str, told: Interpreter, meanings: _Meanings, diff
     expected = meanings.expected(name)
     if expected is not None and expected[0].numel() == told.values[name].numel():
         want, tolerance = expected
-        differs(entry, name, told.values[name], want.reshape(told.values[name].shape), tolerance, f"{name} is not what the step means")
+        differs(
+            entry,
+            name,
+            told.values[name],
+            want.reshape(told.values[name].shape),
+            tolerance,
+            f"{name} is not what the step means",
+        )
 
 
 class _Meanings:
@@ -188,7 +218,8 @@ class _Meanings:
                 self._set(value.name, cast and replace(cast, casts=(*cast.casts, value.dtype)))
 
     def written(self, names: Sequence[str]) -> None:
-        """Overwritten, with whatever: what leaves, or what stands for parts of them, are to be is settled by what they are."""
+        """Overwritten, with whatever: what leaves, or what stands for parts of them, are to be is settled by what they
+        are."""
         for name in names:
             leaf = self._of.get(name)
             self._set(name, leaf and Meaning(leaf.name if leaf.name.startswith("after ") else f"after {leaf.name}"))
@@ -203,8 +234,14 @@ class _Meanings:
         if meaning.parts is None:
             if meaning.name in reference.after and meaning.name.startswith("after "):
                 value, tolerance = reference.after[meaning.name], reference.tolerance[meaning.name]
-                return self._here(name, value, ()), tolerance + 2 * max((unit(d) for d in meaning.casts), default=0.0) * norm(value)
-            return (self._here(name, value, meaning.casts), 0.0) if (value := reference.before.get(meaning.name)) is not None else None
+                return self._here(name, value, ()), tolerance + 2 * max(
+                    (unit(d) for d in meaning.casts), default=0.0
+                ) * norm(value)
+            return (
+                (self._here(name, value, meaning.casts), 0.0)
+                if (value := reference.before.get(meaning.name)) is not None
+                else None
+            )
         values = [reference.parts[p].get(meaning.name) for p in sorted(meaning.parts)]
         if any(v is None for v in values):
             return None

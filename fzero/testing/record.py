@@ -1,6 +1,8 @@
-"""What a program really read and made, line by line: copies taken around every function and transfer that its source names, while it runs.
+"""What a program really read and made, line by line: copies taken around every function and transfer that its source
+names, while it runs.
 
-Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do without.
+Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do
+without.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from fzero.program.ops import OPS, STARTS, is_guess
 
 @dataclass
 class Ran:
-    """A line that ran: its number in the text, its turn of the loop around it, what it read and what it made or wrote, by name."""
+    """A line that ran: its number in the text, its turn of the loop around it, what it read and what it made or wrote,
+    by name."""
 
     line: Line
     number: int
@@ -30,9 +33,14 @@ class Ran:
 
 @contextmanager
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
-    """Records each line of the one run of an executable in the body, in the order in which they run; of what was done on a guess and again only the latter."""
+    """Records each line of the one run of an executable in the body, in the order in which they run; of what was done
+    on a guess and again only the latter."""
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    before = {name: namespace[name] for name in dict.fromkeys(line.fn or line.op for line, _ in program.walk()) if name in namespace}
+    before = {
+        name: namespace[name]
+        for name in dict.fromkeys(line.fn or line.op for line, _ in program.walk())
+        if name in namespace
+    }
     ran: list[Ran] = []
     following, again = Following(program, run.guessing), False  # type: ignore[attr-defined]
 
@@ -51,13 +59,19 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
             if row.outlives:  # it is handed the total so far besides
                 given = given[-len(names) :]
             by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
-            entry.read = {name: x.detach().clone() for name, x in by_name.items() if not x.is_meta and not (row.overwrites and name in line.writes)}
+            entry.read = {
+                name: x.detach().clone()
+                for name, x in by_name.items()
+                if not x.is_meta and not (row.overwrites and name in line.writes)
+            }
             result = fn(*args, **kwargs)
             made = list(_tensors((result,))) if line.op not in STARTS else []
             if len(made) == len(line.out):
                 entry.made = {v.name: x.detach().clone() for v, x in zip(line.out, made, strict=True)}
             if line.op not in STARTS:
-                entry.made |= {w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta}
+                entry.made |= {
+                    w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta
+                }
             return result
 
         return call
@@ -69,7 +83,9 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
         namespace.update(before)
         if again:
             started = {x.line.out[0].name for x in ran if is_guess(x.line) and x.line.op in STARTS}
-            ran[:] = [x for x in ran if not is_guess(x.line) and not (OPS[x.line.op].waits and x.line.args[0] in started)]
+            ran[:] = [
+                x for x in ran if not is_guess(x.line) and not (OPS[x.line.op].waits and x.line.args[0] in started)
+            ]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

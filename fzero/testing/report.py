@@ -16,7 +16,8 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is more than it may, or else the most."""
+    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is
+    more than it may, or else the most."""
 
     path: str
     shape: tuple[int, ...]
@@ -61,7 +62,8 @@ class Blame:
     """Where a difference begins.
 
     Attributes:
-        transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs without any.
+        transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs
+            without any.
         with_: those without which this one would do no harm.
         line: the first line that differs; None: no line does when they run one by one.
         step: the training step in which it was found.
@@ -88,7 +90,8 @@ class Report:
         blame: where a difference begins; None if there is none.
         skipped: steps that were taken again, with a lower loss scale.
         wanted: steps that were asked for; those after which the plain step itself is not finite are not compared.
-        exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about a thousand times tighter.
+        exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about
+            a thousand times tighter.
     """
 
     name: str
@@ -117,9 +120,16 @@ class Report:
     def tables(self) -> list[Table]:
         """The leaves nearest to their tolerances or beyond."""
         wrong = self.num_different
-        verdict = f"{wrong} of {len(self.differences)} leaves differ" if wrong else f"equivalent in all {len(self.differences)} leaves"
+        verdict = (
+            f"{wrong} of {len(self.differences)} leaves differ"
+            if wrong
+            else f"equivalent in all {len(self.differences)} leaves"
+        )
         title = f"{self.name} on mesh {self.mesh}, {self.steps} steps, {self.backend}: {verdict}"
-        rows = [(d.path, _number(d.difference), _number(d.tolerance), str(d.step), "" if d.ok else "differs") for d in self.differences[:NUM_ROWS]]
+        rows = [
+            (d.path, _number(d.difference), _number(d.tolerance), str(d.step), "" if d.ok else "differs")
+            for d in self.differences[:NUM_ROWS]
+        ]
         left = len(self.differences) - NUM_ROWS
         if left > 0:
             rows.append((f"{left} more", "", "", "", f"{max(wrong - NUM_ROWS, 0)} differ" if wrong > NUM_ROWS else ""))
@@ -137,15 +147,22 @@ class Report:
         if self.skipped:
             lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")
         if self.steps < self.wanted:
-            lines.append(f"not compared: what the plain step comes to after step {self.steps} is not finite, with any transforms; try a lower learning rate")
+            lines.append(
+                f"not compared: what the plain step comes to after step {self.steps} is not finite, with any "
+                f"transforms; try a lower learning rate"
+            )
         if self.exact is not None and self.exact.equivalent:
             lines.append(
-                f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of {self.exact.roundoff.split()[0]}"
+                f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of "
+                f"{self.exact.roundoff.split()[0]}"
             )
         return lines
 
     def to_json(self) -> str:
-        data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}  # of `exact` too, without its verdict: that is in its leaves
+        data: dict[str, Any] = {
+            "equivalent": self.equivalent,
+            **asdict(self),
+        }  # of `exact` too, without its verdict: that is in its leaves
         return json.dumps(_finite(data), indent=1)
 
 
@@ -155,7 +172,11 @@ def _blamed(blame: Blame) -> list[tuple[str, str]]:
     if blame.line is not None:
         line = blame.line
         where = f"step {blame.step}, rank {line.rank}, micro-batch {line.turn}: off by {_number(line.difference)}"
-        rows += [(f"line {line.number}", brief(line.text, 96)), ("because it", brief(line.why, 96)), ("first seen in", where)]
+        rows += [
+            (f"line {line.number}", brief(line.text, 96)),
+            ("because it", brief(line.why, 96)),
+            ("first seen in", where),
+        ]
     return rows + ([("note", blame.note)] if blame.note else [])
 
 

@@ -1,24 +1,29 @@
-"""How far two ways of carrying out one step may lie apart: from dtypes and the lengths of reductions, through what the step itself makes of an error.
+"""How far two ways of carrying out one step may lie apart: from dtypes and the lengths of reductions, through what the
+step itself makes of an error.
 
-[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the relative error of n of them in a row stays
-below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n exp(-lambda^2 / 2), where the worst case is n u (Higham and Mary, A new approach to
-probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2002,
-chapter 3, for the worst case and for what a dtype's u is). Here
+[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the
+relative error of n of them in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
+exp(-lambda^2 / 2), where the worst case is n u (Higham and Mary, A new approach to probabilistic rounding error
+analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4; Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+ed., 2002, chapter 3, for the worst case and for what a dtype's u is). Here
 
     roundoff = sqrt(n u_sum^2 + parts u_reduce^2 + u_compute^2)
 
-with n the longest chain of summations and operations that a value of the step goes through (a product of matrices counts its inner dim, a sum its length, any
-other operation one), in the dtype that sums are kept in, which is float32 or wider; parts = ranks x micro-batches, whose sums are rounded to the dtype that
-gradients are reduced in; and one rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if it is
-a lower one.
+with n the longest chain of summations and operations that a value of the step goes through (a product of matrices
+counts its inner dim, a sum its length, any other operation one), in the dtype that sums are kept in, which is float32
+or wider; parts = ranks x micro-batches, whose sums are rounded to the dtype that gradients are reduced in; and one
+rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if
+it is a lower one.
 
-What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of the plain step. In four of them it is
-computed in the compute dtype, with every parameter that the loss reads moved at random by `lambda roundoff` relative to itself, and every gradient by as
-much relative to the root mean square of its leaf: up in two runs, down in two. What that does to the gradients of each step is their noise: of an
-element what it moved by, or the root mean square of that over its leaf if it is more, for some runs may miss what another shows. They are four because of
-leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some hundred models. In two further runs every
-gradient is moved by its noise: up in one, down in the other. So an element whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes
-both ways, and a gradient that is nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
+What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of
+the plain step. In four of them it is computed in the compute dtype, with every parameter that the loss reads moved at
+random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root mean square of its
+leaf: up in two runs, down in two. What that does to the gradients of each step is their noise: of an element what it
+moved by, or the root mean square of that over its leaf if it is more, for some runs may miss what another shows. They
+are four because of leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some
+hundred models. In two further runs every gradient is moved by its noise: up in one, down in the other. So an element
+whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways, and a gradient that is
+nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
 
     moved    the most that its elements moved in these runs
     come     how far it has come since the start; of a metric its size
@@ -101,7 +106,9 @@ class Roundoff:
             **({"multiplied": self.operands} if self.operands != self.compute else {}),
         }
         names = {what: str(d).removeprefix("torch.") for what, d in dtypes.items()}
-        return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(f"{what} in {n}" for what, n in names.items())
+        return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(
+            f"{what} in {n}" for what, n in names.items()
+        )
 
 
 def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
@@ -148,7 +155,11 @@ def _chain(graph: torch.fx.Graph) -> int:
 def _roundings(node: torch.fx.Node) -> int:
     """Of one operation: the length of its reduction, 1 if it has none, and 0 if nothing is computed."""
     value = node.meta.get("val")
-    if node.op != "call_function" or compat.is_view(node.target) or not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+    if (
+        node.op != "call_function"
+        or compat.is_view(node.target)
+        or not (isinstance(value, torch.Tensor) and value.is_floating_point())
+    ):
         return 0
     inputs = [x for a in node.all_input_nodes if isinstance(x := a.meta.get("val"), torch.Tensor)]
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0].strip("_")
@@ -164,12 +175,15 @@ def _roundings(node: torch.fx.Node) -> int:
 
 
 def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]]) -> Step:
-    """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed in its dtype.
+    """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed
+    in its dtype.
 
     Args:
         step: the plain one.
-        size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their leaf. A gradient that is 0 stays 0.
-        number: of the run. Gradients go up in those of even numbers, down in the others; parameters at random, as a function of it.
+        size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their
+            leaf. A gradient that is 0 stays 0.
+        number: of the run. Gradients go up in those of even numbers, down in the others; parameters at random, as a
+            function of it.
         seen: gets the gradients of each step.
     """
     key, by = fzrandom.fold_in(fzrandom.key(0x7E57), number), LAMBDA * size.value
@@ -180,11 +194,15 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
         return x * (1 + by * ((draw < 0.5).to(x.dtype) * 2 - 1)) if x.is_floating_point() else x
 
     def lower(values: Any) -> Any:
-        return tree.map(lambda x: x.to(size.compute) if x.is_floating_point() and unit(size.compute) > unit(x.dtype) else x, values)
+        return tree.map(
+            lambda x: x.to(size.compute) if x.is_floating_point() and unit(size.compute) > unit(x.dtype) else x, values
+        )
 
     def loss_fn(params: Any, batch: Any, **kwargs: Any) -> Any:
         flat, structure = tree.flatten(params)
-        return step.loss_fn(lower(tree.unflatten(structure, [nudged(x, i) for i, x in enumerate(flat)])), lower(batch), **kwargs)
+        return step.loss_fn(
+            lower(tree.unflatten(structure, [nudged(x, i) for i, x in enumerate(flat)])), lower(batch), **kwargs
+        )
 
     def with_key(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
         return loss_fn(params, batch, key=key)
@@ -196,9 +214,11 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
     return with_gradients(replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn), shifted, seen)
 
 
-def with_gradients(step: Step, change: Callable[[int, int, torch.Tensor], torch.Tensor], seen: list[list[torch.Tensor]] | None = None) -> Step:
-    """The plain step with other gradients: each is what `change` makes of the number of the step, from 0, that of the leaf, and the gradient.
-    `seen` gets those of each step, as they are changed."""
+def with_gradients(
+    step: Step, change: Callable[[int, int, torch.Tensor], torch.Tensor], seen: list[list[torch.Tensor]] | None = None
+) -> Step:
+    """The plain step with other gradients: each is what `change` makes of the number of the step, from 0, that of the
+    leaf, and the gradient. `seen` gets those of each step, as they are changed."""
     count = itertools.count()
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -212,8 +232,11 @@ def with_gradients(step: Step, change: Callable[[int, int, torch.Tensor], torch.
     return replace(step, optimizer=GradientTransformation(step.optimizer.init, update))
 
 
-def noise(exact: Sequence[Sequence[torch.Tensor]], runs: Sequence[Sequence[Sequence[torch.Tensor]]]) -> list[list[torch.Tensor]]:
-    """Of each step the noise of each gradient, element by element: see [Note: tolerance]. A gradient that is 0 in all runs has none."""
+def noise(
+    exact: Sequence[Sequence[torch.Tensor]], runs: Sequence[Sequence[Sequence[torch.Tensor]]]
+) -> list[list[torch.Tensor]]:
+    """Of each step the noise of each gradient, element by element: see [Note: tolerance]. A gradient that is 0 in all
+    runs has none."""
     out = []
     for t, grads in enumerate(exact):
         leaves = []

@@ -29,7 +29,16 @@ from fzero.trace.record import Recorded, Recorder, functional, merge_equal, reco
 from fzero.trace.settings import Settings, changes, settings
 from fzero.trace.subgraph import Part
 from fzero.trace.subgraph import signature as function_signature
-from fzero.trace.switches import Autocast, autocast, autocast_as, dispatch_modes, function_modes, saved_tensor_hooks, switches, without_autocast
+from fzero.trace.switches import (
+    Autocast,
+    autocast,
+    autocast_as,
+    dispatch_modes,
+    function_modes,
+    saved_tensor_hooks,
+    switches,
+    without_autocast,
+)
 from fzero.trace.untouched import without_gradients
 
 
@@ -59,7 +68,9 @@ class Joint:
     diff_outputs: tuple[int, ...]  # outputs that have a tangent
     structure: tree.TreeSpec  # of what the function returns
     returned: tuple[int, ...]  # its leaves: each is one of the inputs, or else of the outputs, counted on
-    memory: tuple[int, ...]  # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
+    memory: tuple[
+        int, ...
+    ]  # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
 
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,35 +80,41 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     it and dropped right after, it is rematerialised as a whole and compiled once however often it is called.
 
     Args:
-        fn: a pure function of a pytree of parameters and of any further pytrees of tensors. Arguments that are not tensors
-            (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is a value of the program, a number or a
-            text is none.
+        fn: a pure function of a pytree of parameters and of any further pytrees of tensors. Arguments that are not
+            tensors (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is
+            a value of the program, a number or a text is none.
 
-    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the function reads beside them is the same:
-    its code and that of functions it calls, closure cells, globals, defaults, attributes of objects, classes and modules that this code names, the
-    environment; autocast, modes of the user's own and PyTorch's other settings (trace/settings.py, trace/switches.py). What is not seen, where it changes
-    between two calls in one step: globals of installed libraries, the insides of C extensions, files, names that code puts together (`eval`), tensors written
-    through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent` traces every call and finds those. A function that does something
-    else each time (`next(iterator)`, `random.random()`) is an error.
+    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the
+    function reads beside them is the same: its code and that of functions it calls, closure cells, globals, defaults,
+    attributes of objects, classes and modules that this code names, the environment; autocast, modes of the user's own
+    and PyTorch's other settings (trace/settings.py, trace/switches.py). What is not seen, where it changes between two
+    calls in one step: globals of installed libraries, the insides of C extensions, files, names that code puts together
+    (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent`
+    traces every call and finds those. A function that does something else each time (`next(iterator)`,
+    `random.random()`) is an error.
 
-    A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A result may be a view of an argument or of
-    another result. In a program it has memory of its own, so reading one of these after another was written in place is an error; so is a block that changes a
-    container it is given, and code in it that reads of an argument where it comes from or where it lies (`x.is_leaf`, `x.grad_fn`, `x._version`,
-    `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass
-    its border.
+    A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A
+    result may be a view of an argument or of another result. In a program it has memory of its own, so reading one of
+    these after another was written in place is an error; so is a block that changes a container it is given, and code
+    in it that reads of an argument where it comes from or where it lies (`x.is_leaf`, `x.grad_fn`, `x._version`,
+    `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on
+    a tensor (`x.scale = 2`) may pass its border.
 
-    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds, floating-point results are NaN.
+    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds,
+    floating-point results are NaN.
 
-    Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own operations are recorded in its place.
+    Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own
+    operations are recorded in its place.
 
-    Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward, and
-        one reduce_scatter of their gradients.
+    Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward,
+        and one reduce_scatter of their gradients.
 
     Raises:
-        TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something other than tensors, reads a tensor
-            from its closure, draws from torch's global generator, computes something else each time, asks where an argument comes from or lies, gets or
-            returns a tensor with attributes, changes what is read outside of it, is differentiated twice under other settings of PyTorch's than it is
-            called under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
+        TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something
+            other than tensors, reads a tensor from its closure, draws from torch's global generator, computes something
+            else each time, asks where an argument comes from or lies, gets or returns a tensor with attributes, changes
+            what is read outside of it, is differentiated twice under other settings of PyTorch's than it is called
+            under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch
@@ -110,7 +127,14 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     problems = ["fn is a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
     if problems:
-        raise FzeroTypeError(message("block", "takes a function of parameters and more", problems, "write @fz.block above def layer(params, x): ..."))
+        raise FzeroTypeError(
+            message(
+                "block",
+                "takes a function of parameters and more",
+                problems,
+                "write @fz.block above def layer(params, x): ...",
+            )
+        )
 
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,11 +154,19 @@ _BLOCK = "_fzero_block"
 class Blocks:
     """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
 
-    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast to the dtype of its
-    parameters where it begins, if these have one dtype. With `watch` it has one output more, the largest absolute value among the others: `maxima` has that of each call, float32[].
+    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast
+    to the dtype of its parameters where it begins, if these have one dtype. With `watch` it has one output more, the
+    largest absolute value among the others: `maxima` has that of each call, float32[].
     """
 
-    def __init__(self, recorder: Recorder, mode: compat.FakeTensorMode, names: Callable[[str], str], casts: bool = False, watch: bool = False):
+    def __init__(
+        self,
+        recorder: Recorder,
+        mode: compat.FakeTensorMode,
+        names: Callable[[str], str],
+        casts: bool = False,
+        watch: bool = False,
+    ):
         self.joints: dict[Hashable, Joint] = {}
         self.maxima: list[torch.Tensor] = []
         self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
@@ -159,16 +191,29 @@ class Blocks:
         number = {id(x): i for i, x in enumerate(given)}
         places = [number.get(id(x)) for x in flat]
         tensors = [_resolved(x) for x in given]
-        wrong = [f"{p}: {type(x).__name__}" for p, x in zip(tree.paths(params, "params"), flat, strict=False) if not isinstance(x, torch.Tensor)]
-        wrong += [f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)]
+        wrong = [
+            f"{p}: {type(x).__name__}"
+            for p, x in zip(tree.paths(params, "params"), flat, strict=False)
+            if not isinstance(x, torch.Tensor)
+        ]
+        wrong += [
+            f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)
+        ]
         if wrong:
             fix = "make parameters tensors; pass settings as numbers or strings"
             if any(isinstance(x, torch.nn.Module) for x in flat):
-                fix = "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, (x,)))"
+                fix = (
+                    "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, "
+                    "(x,)))"
+                )
             raise TraceError(message(owner, "takes tensors and hashable constants", [*_where(fn), *wrong], fix))
         if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
-            raise TraceError(message(owner, "is called under what its operations, which are recorded aside, would not see", around, fix))
+            raise TraceError(
+                message(
+                    owner, "is called under what its operations, which are recorded aside, would not see", around, fix
+                )
+            )
         if any(map(compat.attributes, given)):
             _check_bare(owner, "is given", fn, _arguments(fn, params, args, kwargs))
         grad = torch.is_grad_enabled()
@@ -176,29 +221,43 @@ class Blocks:
         body = _Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
 
         def key() -> Hashable:
-            of_code, of_arguments = settings(fn, *constants, *function_modes()).facts, (spec, _orders((params, args, kwargs)), tuple(places), signature)
+            of_code, of_arguments = (
+                settings(fn, *constants, *function_modes()).facts,
+                (spec, _orders((params, args, kwargs)), tuple(places), signature),
+            )
             return (of_code, of_arguments, grad, body.autocast, tuple(body.switches.items()))
 
         def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()  # not those of a checkpoint around the call
+            ours = (
+                saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
+            )  # not those of a checkpoint around the call
             with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
-                return _trace(body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs), outputs)
+                return _trace(
+                    body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs), outputs
+                )
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
-                raise TraceError(message(owner, "computes something else than at an earlier call", _where(fn), _OTHERWISE))
+                raise TraceError(
+                    message(owner, "computes something else than at an earlier call", _where(fn), _OTHERWISE)
+                )
 
         now = key()
         joint = self.joints.get(now)
         if joint is None:
             joint = self.joints[now] = trace(self._names(_name(fn)))
-            if key() != now:  # it changes what it reads while it runs: a counter, a list of what it met, something that it keeps for later
+            if (
+                key() != now
+            ):  # it changes what it reads while it runs: a counter, a list of what it met, something that it keeps for later
                 outside = self._read_outside(fn)
                 compare(joint)
                 if changed := changes(outside, self._read_outside(fn)):
-                    fix = "return it from the block as a result, or change it outside: a block runs once for all its calls, while it is traced"
+                    fix = (
+                        "return it from the block as a result, or change it outside: a block runs once for all its "
+                        "calls, while it is traced"
+                    )
                     raise TraceError(message(owner, "changes what is read outside of it", [*_where(fn), *changed], fix))
                 now = key()
                 self.joints[now] = joint
@@ -206,14 +265,17 @@ class Blocks:
             compare(joint)
 
         def restricted(outputs: tuple[int, ...]) -> Joint:
-            """The block whose backward begins at these of its outputs alone: nothing of what makes the others is differentiated."""
+            """The block whose backward begins at these of its outputs alone: nothing of what makes the others is
+            differentiated."""
             if (now, outputs) not in self.joints:
                 self.joints[now, outputs] = trace(joint.name, outputs)
             return self.joints[now, outputs]
 
         call, self._calls = self._calls, self._calls + 1
         with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
-            outputs = list(_Call.apply(self.recorder, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
+            outputs = (
+                list(_Call.apply(self.recorder, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
+            )
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
@@ -227,15 +289,24 @@ class Blocks:
         """What the function that is traced reads beside its arguments, outside of blocks."""
         body = fn.func if isinstance(fn, functools.partial) else fn
         owners = [fn, body, getattr(body, "__func__", fn)]
-        return settings(self.recorder.source, strict=False, without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners))
+        return settings(
+            self.recorder.source,
+            strict=False,
+            without=lambda x: _BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners),
+        )
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] = params['blocks'][0]['w']`, `x`."""
+        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] =
+        params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
         own = _tensors_in(trees)
         first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
         leaves = {i: self.recorder.named(leaf) for i, (_, leaf) in first.items()}
-        return [first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}" for i in dict.fromkeys(id(x) for _, x in own) for leaf in [leaves[i]]]
+        return [
+            first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}"
+            for i in dict.fromkeys(id(x) for _, x in own)
+            for leaf in [leaves[i]]
+        ]
 
 
 class _Results(NamedTuple):
@@ -249,8 +320,8 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Body:
-    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `places` has, for each leaf of its arguments, the
-    number of the tensor that it is; where it is None, `constants` has the leaf."""
+    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `places` has,
+    for each leaf of its arguments, the number of the tensor that it is; where it is None, `constants` has the leaf."""
 
     fn: Callable[..., Any]
     owner: str
@@ -265,17 +336,25 @@ class _Body:
         """The results, blocks inside inlined."""
         token = _tracer.set(None)
         try:
-            params, args, kwargs = tree.unflatten(self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)])
+            params, args, kwargs = tree.unflatten(
+                self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
+            )
             trees = _arguments(self.fn, params, args, kwargs)
             with checks.collected() as failed, without_gradients(self.owner, _tensors_in(trees)):
                 result = _applied(self.fn, params, args, kwargs)
         finally:
             _tracer.reset(token)
         flat, structure = tree.flatten(result)
-        wrong = [f"{p} is {type(x).__name__}" for p, x in zip(tree.paths(result, "result"), flat, strict=True) if not isinstance(x, torch.Tensor)]
+        wrong = [
+            f"{p} is {type(x).__name__}"
+            for p, x in zip(tree.paths(result, "result"), flat, strict=True)
+            if not isinstance(x, torch.Tensor)
+        ]
         if wrong or not flat:
             found = [*_where(self.fn), *(wrong or ["no tensor at all"])]
-            raise TraceError(message(self.owner, "returns something other than tensors", found, "return a pytree of tensors"))
+            raise TraceError(
+                message(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
+            )
         _check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
         flat = checks.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
@@ -291,9 +370,22 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, joint: Joint, call: int, body: _Body, restricted: Callable[[tuple[int, ...]], Joint], *inputs: torch.Tensor
+        ctx: Any,
+        recorder: Recorder,
+        joint: Joint,
+        call: int,
+        body: _Body,
+        restricted: Callable[[tuple[int, ...]], Joint],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = recorder, joint, call, body, restricted, False
+        ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = (
+            recorder,
+            joint,
+            call,
+            body,
+            restricted,
+            False,
+        )
         ctx.set_materialize_grads(False)
         ctx.inputs = [recorder.node(x) for x in inputs]
         ctx.save_for_backward(*inputs)
@@ -309,7 +401,9 @@ class _Call(torch.autograd.Function):
         if not asked:
             return (None,) * (5 + ctx.joint.num_inputs)
         again, ctx.differentiated = ctx.differentiated, True
-        if not again and tuple(asked) != ctx.joint.diff_outputs:  # in PyTorch the others have no backward: zeros in their place may become nan
+        if (
+            not again and tuple(asked) != ctx.joint.diff_outputs
+        ):  # in PyTorch the others have no backward: zeros in their place may become nan
             ctx.joint = ctx.restricted(tuple(asked))
             ctx.node.update_arg(0, ctx.joint)
         joint = ctx.joint
@@ -319,7 +413,10 @@ class _Call(torch.autograd.Function):
         else:
             grads = _fresh(joint.graph.outputs[joint.num_outputs :])
             places = joint.graph.inputs[joint.num_inputs :]
-            seeds = [recorder.node(_laid_out_as(place.meta["val"], _resolved(x))) for place, x in zip(places, given, strict=True)]
+            seeds = [
+                recorder.node(_laid_out_as(place.meta["val"], _resolved(x)))
+                for place, x in zip(places, given, strict=True)
+            ]
             recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
         out: list[torch.Tensor | None] = [None] * joint.num_inputs
         for i, g in zip(joint.diff, grads, strict=True):
@@ -328,21 +425,36 @@ class _Call(torch.autograd.Function):
 
 
 def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as these are."""
+    """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as
+    these are."""
     joint, body, now = ctx.joint, ctx.body, switches()
-    other = [f"{name}: {then}, and {now[name]} for the derivative" for name, then in body.switches.items() if then != now[name]]
+    other = [
+        f"{name}: {then}, and {now[name]} for the derivative"
+        for name, then in body.switches.items()
+        if then != now[name]
+    ]
     if other:
-        raise TraceError(message(body.owner, "is differentiated under other settings than it is called under", other, "ask for both under the same"))
+        raise TraceError(
+            message(
+                body.owner,
+                "is differentiated under other settings than it is called under",
+                other,
+                "ask for both under the same",
+            )
+        )
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
         outputs = body(inputs).made
     wanted = [outputs[i] for i in tangents]
     create_graph = torch.is_grad_enabled()
-    return torch.autograd.grad(wanted, [inputs[i] for i in joint.diff], list(tangents.values()), create_graph=create_graph, allow_unused=True)
+    return torch.autograd.grad(
+        wanted, [inputs[i] for i in joint.diff], list(tangents.values()), create_graph=create_graph, allow_unused=True
+    )
 
 
 def _of_results(graph: Recorded) -> Any:
-    """What a function's results are made by. An operation without results, such as the checks of torch.linalg, is none of that."""
+    """What a function's results are made by. An operation without results, such as the checks of torch.linalg, is none
+    of that."""
     merge_equal(graph.graph)
     return Part(graph, graph.inputs, graph.outputs).signature
 
@@ -353,7 +465,8 @@ def _resolved(x: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` with the strides of `like`, which is dense: a copy where they differ. What is recorded for some strides (a view) need not hold for others."""
+    """`x` with the strides of `like`, which is dense: a copy where they differ. What is recorded for some strides (a
+    view) need not hold for others."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
         return x
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
@@ -374,8 +487,8 @@ def _trace(
     labels: Sequence[str],
     of: Collection[int] | None = None,
 ) -> Joint:
-    """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks inside are inlined. `of`: the outputs that
-    it has a backward of; None: all that can have one."""
+    """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks
+    inside are inlined. `of`: the outputs that it has a backward of; None: all that can have one."""
     found: list[_Results] = []
     diff: tuple[int, ...] = ()
     with mode:
@@ -398,17 +511,31 @@ def _trace(
                 ys = forward(*args[: len(primals)])
                 with without_autocast():  # as PyTorch advises for any backward
                     wanted = [ys[i] for i in diff_outputs]
-                    grads = torch.autograd.grad(wanted, [args[i] for i in needs], list(args[len(primals) :]), allow_unused=True)
+                    grads = torch.autograd.grad(
+                        wanted, [args[i] for i in needs], list(args[len(primals) :]), allow_unused=True
+                    )
                 diff = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
                 return [*ys, *(_resolved(g) for g in grads if g is not None)]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
             forward_alone = graph
-            graph = record(joint, [*primals, *tangents], owner=body.owner, names=names, source=body.fn, labels=labels, trained=needs)
+            graph = record(
+                joint,
+                [*primals, *tangents],
+                owner=body.owner,
+                names=names,
+                source=body.fn,
+                labels=labels,
+                trained=needs,
+            )
             both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
-            if not same and both.signature != _of_results(functional(forward_alone, body.owner)):  # as the joint graph is where a backward writes in place
-                raise TraceError(message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE))
+            if not same and both.signature != _of_results(
+                functional(forward_alone, body.owner)
+            ):  # as the joint graph is where a backward writes in place
+                raise TraceError(
+                    message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE)
+                )
     diff_outputs = diff_outputs if diff else ()
     made, structure, returned, memory = results
     return Joint(name, graph, num_params, len(primals), len(made), diff, diff_outputs, structure, returned, memory)
@@ -416,14 +543,22 @@ def _trace(
 
 def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest absolute value of floating-point tensors, float32[]: inf if one is nan, 0 if there is none."""
-    ends = [torch.linalg.vector_norm(x.detach(), math.inf).to(torch.float32) for x in values if x.is_floating_point() and x.numel()]
+    ends = [
+        torch.linalg.vector_norm(x.detach(), math.inf).to(torch.float32)
+        for x in values
+        if x.is_floating_point() and x.numel()
+    ]
     largest = functools.reduce(torch.maximum, ends, torch.zeros((), device=values[0].device))
     return torch.where(largest.isnan(), math.inf, largest)
 
 
 def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments as a block computes with them."""
-    dtypes = {x.dtype for x in tree.leaves(params) if isinstance(x, torch.Tensor) and x.is_floating_point()} if _casting.get() else ()
+    dtypes = (
+        {x.dtype for x in tree.leaves(params) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        if _casting.get()
+        else ()
+    )
     if len(dtypes) != 1:
         return args, kwargs
     (dtype,) = dtypes
@@ -437,7 +572,9 @@ def _applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any
 
     def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
         trees = _arguments(fn, params, args, kwargs)
-        return [(name, dict(zip(tree.paths(x, name), tree.leaves(x), strict=True)), tree.structure(x)) for name, x in trees]
+        return [
+            (name, dict(zip(tree.paths(x, name), tree.leaves(x), strict=True)), tree.structure(x)) for name, x in trees
+        ]
 
     before = contents()
     result = fn(params, *args, **kwargs)
@@ -456,12 +593,21 @@ def _check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]
     """Raises if a tensor that crosses a block's border has an attribute that someone has set on it."""
     if extra := [f"{path}.{name}" for path, x in _tensors_in(trees) for name in compat.attributes(x)]:
         fix = "pass what the attribute says as an argument, or return it, beside the tensor"
-        raise TraceError(message(owner, f"{does} tensors with attributes, which are no part of their values", [*_where(fn), *extra], fix))
+        raise TraceError(
+            message(
+                owner, f"{does} tensors with attributes, which are no part of their values", [*_where(fn), *extra], fix
+            )
+        )
 
 
 def _tensors_in(trees: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     """The tensors in trees, by path."""
-    return [(path, x) for root, values in trees for path, x in zip(tree.paths(values, root), tree.leaves(values), strict=True) if isinstance(x, torch.Tensor)]
+    return [
+        (path, x)
+        for root, values in trees
+        for path, x in zip(tree.paths(values, root), tree.leaves(values), strict=True)
+        if isinstance(x, torch.Tensor)
+    ]
 
 
 def _arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -470,7 +616,9 @@ def _arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, An
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
         names = []
-    return [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(kwargs.items())
+    return [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(
+        kwargs.items()
+    )
 
 
 def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -480,7 +628,9 @@ def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     x, version = packed
     if x._version != version:  # what autograd says of a tensor that it saved itself
-        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation"
+        )
     return x
 
 
@@ -488,7 +638,8 @@ _OTHERWISE = "pass what changes as an argument: a tensor, or a number or text wh
 
 
 def _orders(values: Any) -> tuple[Any, ...]:
-    """The keys of the dictionaries among a block's arguments, in the order that a loop over them has: to the structure of a tree it is no difference."""
+    """The keys of the dictionaries among a block's arguments, in the order that a loop over them has: to the structure
+    of a tree it is no difference."""
     found: list[tuple[Any, ...]] = []
 
     def visit(x: Any) -> None:
@@ -514,7 +665,8 @@ def _where(fn: Any) -> list[str]:
 
 @contextmanager
 def every_call_traced() -> Iterator[None]:
-    """A block's call that is taken for a repetition of an earlier one is traced as well inside, and is an error if it is none."""
+    """A block's call that is taken for a repetition of an earlier one is traced as well inside, and is an error if it
+    is none."""
     token = _retracing.set(True)
     try:
         yield

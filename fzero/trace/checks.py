@@ -1,7 +1,8 @@
-"""Conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss` and `torch.distributions`.
+"""Conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss` and
+`torch.distributions`.
 
-A trace cannot know whether one holds, and a program does not raise: it takes the branch that does not, and where the condition holds, what the function
-returns is NaN, and so are its gradients. A step says it by its metric `finite`.
+A trace cannot know whether one holds, and a program does not raise: it takes the branch that does not, and where the
+condition holds, what the function returns is NaN, and so are its gradients. A step says it by its metric `finite`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def note(failed: torch.Tensor) -> None:
 
 
 def passing(frame: FrameType | None) -> bool | None:
-    """The truth of what a frame tests now for which it does not raise; None if it tests nothing, may go on either way, or nobody collects."""
+    """The truth of what a frame tests now for which it does not raise; None if it tests nothing, may go on either way,
+    or nobody collects."""
     return None if frame is None or _failed.get() is None else _passing(frame.f_code, frame.f_lasti)
 
 

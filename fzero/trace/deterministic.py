@@ -1,6 +1,8 @@
-"""PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: what of it decides which code is made and what it does.
+"""PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: what of it decides which code is
+made and what it does.
 
-It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the `Setting` that it was made with.
+It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
+`Setting` that it was made with.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class Setting(NamedTuple):
 def setting() -> Setting:
     """Of this process, now."""
     enabled = torch.are_deterministic_algorithms_enabled()
-    return Setting(enabled, enabled and torch.is_deterministic_algorithms_warn_only_enabled(), enabled and compat.fills_uninitialized_memory())
+    return Setting(
+        enabled,
+        enabled and torch.is_deterministic_algorithms_warn_only_enabled(),
+        enabled and compat.fills_uninitialized_memory(),
+    )
 
 
 def use(setting: Setting) -> None:

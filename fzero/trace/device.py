@@ -24,16 +24,27 @@ aten = torch.ops.aten
 
 
 def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
-    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has no native ones (`slow`: these dtypes,
-    asked of the device without it), in 8 bits as it has them (fzero/operators/scaled_matmul.py); on a CPU, what is added up at indices in their order
-    (fzero/operators/index_sums.py) layers of LSTMs (fzero/operators/recurrent.py) and batch norms in two dtypes (fzero/trace/norms.py).
+    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has
+    no native ones (`slow`: these dtypes, asked of the device without it), in 8 bits as it has them
+    (fzero/operators/scaled_matmul.py); on a CPU, what is added up at indices in their order
+    (fzero/operators/index_sums.py) layers of LSTMs (fzero/operators/recurrent.py) and batch norms in two dtypes
+    (fzero/trace/norms.py).
 
-    A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding once is the same
-    arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16 matrices likewise.
+    A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding
+    once is the same arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16
+    matrices likewise.
     """
     if slow is None:
-        slow = [dtype for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16)) if not native(device)]
-    rules = {op: _in_float32(op, slow) for op in _MATMULS} if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes) else {}
+        slow = [
+            dtype
+            for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16))
+            if not native(device)
+        ]
+    rules = (
+        {op: _in_float32(op, slow) for op in _MATMULS}
+        if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes)
+        else {}
+    )
     rules[scaled_mm] = multiply
     return substituted(graph, {**rules, **IN_ORDER, **LSTM, **NORMS} if device.type == "cpu" else rules)
 
@@ -41,8 +52,8 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
 def by_operation(graph: Recorded) -> Callable[..., Any]:
     """The graph as a function that runs it operation by operation.
 
-    What an operation makes may have other strides there than it said that it would when it was traced, on fake tensors (a log_softmax over dim 1 of a
-    transposed tensor): what was traced as a view of it copies then.
+    What an operation makes may have other strides there than it said that it would when it was traced, on fake tensors
+    (a log_softmax over dim 1 of a transposed tensor): what was traced as a view of it copies then.
     """
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph.graph, env))
@@ -64,7 +75,8 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_host(graph: Recorded) -> Recorded:
-    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there, and no value of it is said to be elsewhere."""
+    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there, and no
+    value of it is said to be elsewhere."""
     here = torch.device("cpu")
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     returned = copy.graph_copy(graph.graph, env)
@@ -79,7 +91,11 @@ def on_host(graph: Recorded) -> Recorded:
 
 def _nowhere(value: Any) -> Any:
     """What a value looks like, on no device."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+    return (
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
@@ -95,7 +111,10 @@ def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Rec
             return run(*args, **kwargs)
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=_real(v, graph)) for v in (p.meta["val"] for p in places)]
+        fakes = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=_real(v, graph))
+            for v in (p.meta["val"] for p in places)
+        ]
         for fake, place in zip(fakes, places, strict=True):
             recorder.input(fake, place.name)
         module = graph.module()
@@ -122,7 +141,9 @@ _MATMULS = {
 
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
-    first = next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value  # a convolution may give its first input no gradient
+    first = (
+        next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value
+    )  # a convolution may give its first input no gradient
     return first.dtype
 
 
@@ -137,8 +158,13 @@ def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
             return out
         if isinstance(out, torch.Tensor):
             return out.to(low)
-        stays = 1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)  # its logsumexp is float32
-        return tuple(x.to(low) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x for i, x in enumerate(out))
+        stays = (
+            1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)
+        )  # its logsumexp is float32
+        return tuple(
+            x.to(low) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x
+            for i, x in enumerate(out)
+        )
 
     return run
 
@@ -146,5 +172,9 @@ def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
 def _real(value: torch.Tensor, graph: Recorded) -> torch.device:
     if value.device.type != "meta":
         return value.device
-    devices = {v.device for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"}
+    devices = {
+        v.device
+        for n in graph.graph.nodes
+        if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"
+    }
     return next(iter(devices), torch.device("cpu"))

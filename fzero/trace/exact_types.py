@@ -1,4 +1,5 @@
-"""Comparisons of types in a function's text: a tensor that is traced is of a class of its own, which `type(x) is torch.Tensor` would tell from others."""
+"""Comparisons of types in a function's text: a tensor that is traced is of a class of its own, which `type(x) is
+torch.Tensor` would tell from others."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from fzero.trace.settings import settings
 
 
 def check_types(owner: str, fn: Any) -> None:
-    """Raises if the code of a function, or of one that it may call, compares the type of something with that of tensors. Libraries are not looked into."""
-    codes = [fact for fact in settings(fn, strict=False).facts if isinstance(fact, CodeType) and not is_library(fact.co_filename)]
+    """Raises if the code of a function, or of one that it may call, compares the type of something with that of
+    tensors. Libraries are not looked into."""
+    codes = [
+        fact
+        for fact in settings(fn, strict=False).facts
+        if isinstance(fact, CodeType) and not is_library(fact.co_filename)
+    ]
     if asked := list(dict.fromkeys(place for code in codes for place in _compared(code))):
         what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
         raise TraceError(message(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)"))
@@ -28,7 +34,13 @@ def _compared(code: CodeType) -> tuple[tuple[str, int], ...]:
     found = [place for inner in code.co_consts if isinstance(inner, CodeType) for place in _compared(inner)]
     for x in dis.get_instructions(code):
         at = x.positions if x.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") else None
-        if at is not None and at.lineno and at.end_lineno and at.col_offset is not None and at.end_col_offset is not None:
+        if (
+            at is not None
+            and at.lineno
+            and at.end_lineno
+            and at.col_offset is not None
+            and at.end_col_offset is not None
+        ):
             text = _text(code.co_filename, at.lineno, at.end_lineno, at.col_offset, at.end_col_offset)
             found += [(code.co_filename, at.lineno)] if "Tensor" in text and _is_of_types(text) else []
     return tuple(found)
@@ -45,5 +57,12 @@ def _is_of_types(text: str) -> bool:
         nodes = list(ast.walk(ast.parse(f"({text})", mode="eval")))
     except SyntaxError:  # the file is another than the code is of
         return False
-    types = [n for n in nodes if (isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "type") or getattr(n, "attr", "") == "__class__"]
-    return bool(types) and any("Tensor" in (getattr(n, "id", ""), getattr(n, "attr", ""), getattr(n, "value", "")) for n in nodes)
+    types = [
+        n
+        for n in nodes
+        if (isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "type")
+        or getattr(n, "attr", "") == "__class__"
+    ]
+    return bool(types) and any(
+        "Tensor" in (getattr(n, "id", ""), getattr(n, "attr", ""), getattr(n, "value", "")) for n in nodes
+    )

@@ -1,6 +1,8 @@
-"""Values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made by `torch.ones(4, 4).triu()`.
+"""Values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made by
+`torch.ones(4, 4).triu()`.
 
-What Python, or a shape, asks of such a tensor is answered by computing it. What depends on an argument of the function is not known.
+What Python, or a shape, asks of such a tensor is answered by computing it. What depends on an argument of the function
+is not known.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Unknown(Exception):
 
 
 class Known:
-    """What can be computed of a graph that is being recorded: from its literals, in its order, in place where it works in place."""
+    """What can be computed of a graph that is being recorded: from its literals, in its order, in place where it works
+    in place."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
         self._constants = constants
@@ -47,7 +50,11 @@ class Known:
                         self._values[node] = self._run(node.target, node.args, node.kwargs)
                 except Unknown:
                     if compat.is_operator(node.target) and node.target._schema.is_mutable:  # type: ignore[union-attr]
-                        self._lost.update(_memory(self._values[x]) for x in node.all_input_nodes if isinstance(self._values.get(x), torch.Tensor))
+                        self._lost.update(
+                            _memory(self._values[x])
+                            for x in node.all_input_nodes
+                            if isinstance(self._values.get(x), torch.Tensor)
+                        )
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -57,7 +64,10 @@ class Known:
                 raise Unknown
             return found
 
-        if func in _UNWRITTEN or not (func is operator.getitem or (compat.is_operator(func) and torch.Tag.nondeterministic_seeded not in func.tags)):
+        if func in _UNWRITTEN or not (
+            func is operator.getitem
+            or (compat.is_operator(func) and torch.Tag.nondeterministic_seeded not in func.tags)
+        ):
             raise Unknown
         kwargs = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
         return func(*map_arg(args, value), **map_arg(kwargs, value))
@@ -67,4 +77,6 @@ def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-_UNWRITTEN = {getattr(aten, name).default for name in ("empty_like", "new_empty", "empty_strided", "new_empty_strided")} | {aten.empty.memory_format}
+_UNWRITTEN = {
+    getattr(aten, name).default for name in ("empty_like", "new_empty", "empty_strided", "new_empty_strided")
+} | {aten.empty.memory_format}

@@ -1,8 +1,9 @@
 """What an operation gives on fake tensors, remembered.
 
-A model has a few hundred leaves of a handful of shapes, and an optimizer does the same dozen operations with each. The shape, strides, dtype and
-device of a result depend on the operator, on those of its arguments and on its other arguments, so the first of its kind is asked of
-PyTorch and the others are made after it: 15 us instead of 90. It must not know who records, or why.
+A model has a few hundred leaves of a handful of shapes, and an optimizer does the same dozen operations with each. The
+shape, strides, dtype and device of a result depend on the operator, on those of its arguments and on its other
+arguments, so the first of its kind is asked of PyTorch and the others are made after it: 15 us instead of 90. It must
+not know who records, or why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ aten = torch.ops.aten
 
 
 class Results:
-    """Runs operations on the fake tensors of one mode. A result is a new tensor every time, whether it was remembered or not."""
+    """Runs operations on the fake tensors of one mode. A result is a new tensor every time, whether it was remembered
+    or not."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, ...]] = {}
@@ -35,8 +37,13 @@ class Results:
             metadata = compat.fake_metadata(out)
             if metadata is not None:
                 self._known[key] = (out.fake_mode, *metadata)  # type: ignore[attr-defined]
-        elif isinstance(out, (tuple, list)):  # a fake kernel may return one tensor twice; what PyTorch remembers of it are two
-            return type(out)(x.clone() if isinstance(x, torch.Tensor) and any(x is y for y in out[:i]) else x for i, x in enumerate(out))
+        elif isinstance(
+            out, (tuple, list)
+        ):  # a fake kernel may return one tensor twice; what PyTorch remembers of it are two
+            return type(out)(
+                x.clone() if isinstance(x, torch.Tensor) and any(x is y for y in out[:i]) else x
+                for i, x in enumerate(out)
+            )
         return out
 
 
@@ -53,8 +60,14 @@ class Remembering(compat.TorchDispatchMode):
 
 @functools.cache
 def _depends_on_metadata(func: Any) -> bool:
-    """Whether an operator is PyTorch's or ours and returns new tensors: a view shares its argument's memory, and the rule of others may be anything."""
-    return func.namespace in ("aten", "fzero") and not func.is_view and not func._schema.is_mutable and func not in _SHARING
+    """Whether an operator is PyTorch's or ours and returns new tensors: a view shares its argument's memory, and the
+    rule of others may be anything."""
+    return (
+        func.namespace in ("aten", "fzero")
+        and not func.is_view
+        and not func._schema.is_mutable
+        and func not in _SHARING
+    )
 
 
 _SHARING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -62,7 +75,8 @@ _SHARING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.lift_fresh_
 
 
 def _facts(value: Any) -> Any:
-    """What of an argument decides the metadata of a result. A tensor that says more than its metadata is like no other."""
+    """What of an argument decides the metadata of a result. A tensor that says more than its metadata is like no
+    other."""
     if isinstance(value, torch.Tensor):
         return compat.fake_metadata(value) or object()
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,9 @@
-"""Batch norms as a CPU runs them: it has none whose weight has another floating-point dtype than the running statistics.
+"""Batch norms as a CPU runs them: it has none whose weight has another floating-point dtype than the running
+statistics.
 
-Under `mixed_precision` weights are computed with in bfloat16 or float16, and statistics, which the forward makes anew, stay in float32. Such a norm is
-computed in the wider of the two, as PyTorch's own kernels do inside, and its results are rounded once.
+Under `mixed_precision` weights are computed with in bfloat16 or float16, and statistics, which the forward makes anew,
+stay in float32. Such a norm is computed in the wider of the two, as PyTorch's own kernels do inside, and its results
+are rounded once.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def _forward(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _backward(grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, save_mean: Any, save_rstd: Any, *rest: Any) -> Any:
+def _backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, save_mean: Any, save_rstd: Any, *rest: Any
+) -> Any:
     op = aten.native_batch_norm_backward.default
     if not _differ(weight, mean):
         return op(grad, x, weight, mean, var, save_mean, save_rstd, *rest)

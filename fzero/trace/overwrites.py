@@ -1,6 +1,8 @@
-"""What operators overwrite of their arguments; those whose schema denies it as a functional operator and a copy to each argument, which say so.
+"""What operators overwrite of their arguments; those whose schema denies it as a functional operator and a copy to each
+argument, which say so.
 
-PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and `instance_norm` end in one of these.
+PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and
+`instance_norm` end in one of these.
 """
 
 from __future__ import annotations
@@ -19,24 +21,51 @@ Overwrite = Callable[[torch.Tensor, torch.Tensor], None]
 """`overwrite(old, new)`: from here on the one has the other's values."""
 
 
-def _native(do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+def _native(
+    do: Do,
+    overwrite: Overwrite,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
     if not training or mean is None or var is None:
         return None
-    *results, new_mean, new_var = do(aten._native_batch_norm_legit_functional.default, x, weight, bias, mean, var, training, momentum, eps)
+    *results, new_mean, new_var = do(
+        aten._native_batch_norm_legit_functional.default, x, weight, bias, mean, var, training, momentum, eps
+    )
     return _written(overwrite, results, (mean, new_mean), (var, new_var))
 
 
 def _of_a_library(
-    do: Do, overwrite: Overwrite, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, num_results: int
+    do: Do,
+    overwrite: Overwrite,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    num_results: int,
 ) -> Any:
     """cuDNN's and MIOpen's, which this operator calls under the same conditions."""
     if not training or mean is None or var is None:
         return None
-    *results, new_mean, new_var = do(aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps)
+    *results, new_mean, new_var = do(
+        aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps
+    )
     return _written(overwrite, results[:num_results], (mean, new_mean), (var, new_var))
 
 
-def _written(overwrite: Overwrite, results: Any, *values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _written(
+    overwrite: Overwrite, results: Any, *values: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     for old, new in values:
         overwrite(old, new)
     return tuple(results)
@@ -67,5 +96,9 @@ def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     names += REFUSED.get(func, ())
     if func in REWRITTEN:
-        names += ("running_mean", "running_var") if dict(zip([a.name for a in func._schema.arguments], args, strict=False)).get("training") else ()
+        names += (
+            ("running_mean", "running_var")
+            if dict(zip([a.name for a in func._schema.arguments], args, strict=False)).get("training")
+            else ()
+        )
     return given(func, args, kwargs, names)

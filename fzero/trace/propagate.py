@@ -2,15 +2,16 @@
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
-  blocks of 256           lie within shards: what is the same for a block, or made of it, is too (fzero/operators/quant_blocks.py)
-  views                   are nothing: a flat shard has no shape to change
-  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of that leaf
-  constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
-Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves that are sharded over different axes.
-What does not depend on a sharded leaf can always be made whole and cut.
+  blocks of 256           lie within shards: what is the same for a block, or made of it, is too
+  (fzero/operators/quant_blocks.py) views                   are nothing: a flat shard has no shape to change
+  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of that
+  leaf constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
+Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
+that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
 
-The demands are found from the outputs back (who needs this value whole, who needs its shard), the new graph is made from the
-inputs forward. Where the result needs a rank's own facts, or another rank, it holds a marker that lowering turns into a line.
+The demands are found from the outputs back (who needs this value whole, who needs its shard), the new graph is made
+from the inputs forward. Where the result needs a rank's own facts, or another rank, it holds a marker that lowering
+turns into a line.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def cut(x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
 
 
 def num_valid(shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: how many elements of this rank's shard over these axes of a leaf of this shape are not padding (0-dim int64)."""
+    """Marker: how many elements of this rank's shard over these axes of a leaf of this shape are not padding (0-dim
+    int64)."""
     raise AssertionError("a marker is not executable")
 
 
 def draw_start(base: int, shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: where this rank's part over these axes of a leaf of this shape, without axes the whole leaf, begins in a draw of which the leaf begins at `base`
-    (0-dim int64)."""
+    """Marker: where this rank's part over these axes of a leaf of this shape, without axes the whole leaf, begins in a
+    draw of which the leaf begins at `base` (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
@@ -116,7 +118,13 @@ class Sharded(NamedTuple):
     cut: Cut
 
 
-def propagate(source: Recorded, sharded: Mapping[fx.Node, Sharded], demand: Sequence[Cut | None], owner: str, index: int | None = None) -> Recorded:
+def propagate(
+    source: Recorded,
+    sharded: Mapping[fx.Node, Sharded],
+    demand: Sequence[Cut | None],
+    owner: str,
+    index: int | None = None,
+) -> Recorded:
     """The function on shards.
 
     Args:
@@ -124,7 +132,8 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, Sharded], demand: Sequ
         sharded: the inputs that arrive as flat shards.
         demand: for each output how the shard is cut that is wanted; None: it is wanted whole.
         owner: who is sharded, for errors.
-        index: which shard is made. Only random draws need it: without it the function is the same for every rank, and each draw starts where a marker says.
+        index: which shard is made. Only random draws need it: without it the function is the same for every rank, and
+            each draw starts where a marker says.
 
     Raises:
         FzeroTypeError: listing every operation that cannot run on shards, with its leaf and its line.
@@ -137,7 +146,9 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, Sharded], demand: Sequ
         if origin and node.op == "call_function" and not is_reduction(node):
             leaf[node] = origin
             place = node.meta.get("place")
-            at_fault = None if _shardable(node) else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
+            at_fault = (
+                None if _shardable(node) else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
+            )
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
             if at_fault:
                 culprit[node] = at_fault
@@ -150,7 +161,10 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, Sharded], demand: Sequ
             for arg, needs in _needs(node, shard, leaf, culprit, problems, index):
                 want[arg].add(needs)
     if problems:
-        fix = "keep to pointwise operations and full reductions on leaves, or keep this leaf whole: where=lambda path, leaf: ..."
+        fix = (
+            "keep to pointwise operations and full reductions on leaves, or keep this leaf whole: where=lambda path, "
+            "leaf: ..."
+        )
         raise FzeroTypeError(message(owner, "cannot run on shards", problems, fix))
     graph = fx.Graph()
     env: Env = {}
@@ -168,7 +182,10 @@ def propagate(source: Recorded, sharded: Mapping[fx.Node, Sharded], demand: Sequ
             continue
         for shard in _whole_first(want[node]):
             draws = node.target is DRAW and index is None
-            if not draws and (node.op == "get_attr" or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))):
+            if not draws and (
+                node.op == "get_attr"
+                or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))
+            ):
                 if (node, None) not in env:
                     env[node, None] = graph.node_copy(node, lambda n: env[n, None])
                 if shard:
@@ -192,7 +209,8 @@ def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:
 
 
 def constants_for_shapes(graph: Recorded) -> Recorded:
-    """The same function, with constants where it asks a value for nothing but its shape; inputs that no line reads any more have no users.
+    """The same function, with constants where it asks a value for nothing but its shape; inputs that no line reads any
+    more have no users.
 
     The graph is changed."""
     for node in list(graph.graph.nodes):
@@ -205,7 +223,9 @@ def constants_for_shapes(graph: Recorded) -> Recorded:
 
 def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Tensor) -> fx.Node:
     """The constant that a node like another tensor is, of any shape."""
-    fill = node.args[-1] if node.target in (aten.full_like.default, aten.new_full.default) else int(node.target in _ONES)
+    fill = (
+        node.args[-1] if node.target in (aten.full_like.default, aten.new_full.default) else int(node.target in _ONES)
+    )
     device = node.kwargs.get("device") or node.meta["val"].device
     return _emit(graph, aten.full.default, (shape, fill), value, {"dtype": value.dtype, "device": device})
 
@@ -239,12 +259,19 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _needs(
-    node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], culprit: Mapping[fx.Node, str], problems: dict[str, None], index: int | None
+    node: fx.Node,
+    shard: Cut | None,
+    leaf: Mapping[fx.Node, Sharded],
+    culprit: Mapping[fx.Node, str],
+    problems: dict[str, None],
+    index: int | None,
 ) -> list[tuple[fx.Node, Cut | None]]:
     """The inputs of a node and how they must be cut, None for whole, to have the node whole or its shard."""
     if shard and node in leaf and leaf[node].cut != shard:
         path, cut = leaf[node]
-        problems[f"{path}, sharded over {', '.join(cut.axes)}, with a leaf that is sharded over {', '.join(shard.axes)}"] = None
+        problems[
+            f"{path}, sharded over {', '.join(cut.axes)}, with a leaf that is sharded over {', '.join(shard.axes)}"
+        ] = None
         return []
     if node.op != "call_function":
         return []
@@ -271,7 +298,9 @@ def _needs(
     return [(a, None) for a in args]  # whole, then cut
 
 
-def _make(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None) -> fx.Node:
+def _make(
+    graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None
+) -> fx.Node:
     """The node on shards, in the new graph."""
     if not shard:
         return _reduce(graph, node, env, leaf[node.args[0]].cut)  # type: ignore[index]
@@ -293,7 +322,11 @@ def _make(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.No
             if _numel(a) != 1:
                 return env[a, shard]
             whole = env[a, None]
-            return whole if whole.meta["val"].dim() == 0 else _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
+            return (
+                whole
+                if whole.meta["val"].dim() == 0
+                else _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
+            )
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
@@ -304,9 +337,15 @@ def _make(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.No
 
 
 def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Node:
-    """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all like it, on every rank."""
+    """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all
+    like it, on every rank."""
     value, axes = _local(node, shard), shard.axes if shard else ()
-    start = _emit(graph, draw_start, (node.args[3], tuple(node.meta["val"].shape), axes), torch.empty((), dtype=torch.int64, device="meta"))
+    start = _emit(
+        graph,
+        draw_start,
+        (node.args[3], tuple(node.meta["val"].shape), axes),
+        torch.empty((), dtype=torch.int64, device="meta"),
+    )
     args = from_start(node.args, start, value.shape)
     return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, None), n)), value, node.kwargs)
 
@@ -321,18 +360,41 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
         order = float(node.args[1]) if len(node.args) > 1 else 2.0  # type: ignore[arg-type]
         x = _emit(graph, aten.abs.default, (x,), x.meta["val"])
         if order == 0:
-            nonzero = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
-            x, kind = _emit(graph, aten._to_copy.default, (nonzero,), x.meta["val"], {"dtype": x.meta["val"].dtype}), "sum"
+            nonzero = _emit(
+                graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta")
+            )
+            x, kind = (
+                _emit(graph, aten._to_copy.default, (nonzero,), x.meta["val"], {"dtype": x.meta["val"].dtype}),
+                "sum",
+            )
         elif math.isinf(order):
             kind = "max" if order > 0 else "min"
         else:
             x = _emit(graph, aten.pow.Tensor_Scalar, (x, order), x.meta["val"])
     if kind in ("any", "all"):
         x = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
-        x = _emit(graph, aten._to_copy.default, (x,), torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"), {"dtype": torch.int32})
+        x = _emit(
+            graph,
+            aten._to_copy.default,
+            (x,),
+            torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"),
+            {"dtype": torch.int32},
+        )
     if _numel(source) != shard.size * x.meta["val"].numel():
-        x = _mask(graph, x, source.meta["val"].shape, shard.axes, {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device)
-    inner = {"max": aten.amax.default, "any": aten.amax.default, "min": aten.amin.default, "all": aten.amin.default}.get(kind, aten.sum.default)
+        x = _mask(
+            graph,
+            x,
+            source.meta["val"].shape,
+            shard.axes,
+            {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0),
+            value.device,
+        )
+    inner = {
+        "max": aten.amax.default,
+        "any": aten.amax.default,
+        "min": aten.amin.default,
+        "all": aten.amin.default,
+    }.get(kind, aten.sum.default)
     inner_dtype = torch.int32 if kind in ("any", "all") else dtype
     kwargs = {"dtype": dtype} if inner is aten.sum.default else {}
     out = _emit(graph, inner, (x,), scalar.to(inner_dtype), kwargs)
@@ -349,7 +411,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
 
 
 def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ...], fill: Any, device: Any) -> fx.Node:
-    """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the zeros."""
+    """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the
+    zeros."""
     value = x.meta["val"]
     if fill == "lowest":
         fill = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
@@ -359,7 +422,13 @@ def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ..
     valid = _once(graph, num_valid, (tuple(shape), axes), torch.empty((), dtype=torch.int64, device="meta"))
     index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
     inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
-    other = _once(graph, aten.full.default, ([], fill), torch.empty((), dtype=value.dtype, device="meta"), {"dtype": value.dtype, "device": device})
+    other = _once(
+        graph,
+        aten.full.default,
+        ([], fill),
+        torch.empty((), dtype=value.dtype, device="meta"),
+        {"dtype": value.dtype, "device": device},
+    )
     return _emit(graph, aten.where.self, (inside, x, other), value)
 
 
@@ -371,7 +440,9 @@ def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
 
 def _once(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
     """The node that does this with the same constants, if there is one."""
-    known = (n for n in graph.find_nodes(op="call_function", target=target) if n.args == args and n.kwargs == (kwargs or {}))
+    known = (
+        n for n in graph.find_nodes(op="call_function", target=target) if n.args == args and n.kwargs == (kwargs or {})
+    )
     return next(known, None) or _emit(graph, target, args, value, kwargs)
 
 

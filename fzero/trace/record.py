@@ -1,8 +1,9 @@
 """Recording: running a function on fake tensors and writing down every ATen operation it does.
 
 `Recorder` sits below autograd, so what it writes down is the forward and the backward alike, in the order they run. It
-knows tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its arguments,
-which is an error, for a program is a function of its arguments alone. It must not know what the graph is for.
+knows tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its
+arguments, which is an error, for a program is a function of its arguments alone. It must not know what the graph is
+for.
 """
 
 from __future__ import annotations
@@ -57,9 +58,13 @@ _REWRITTEN = {**overwrites.REWRITTEN, **RNN}
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
 _DEVICE = torch.ops.prim.device.default
-_VALUE = "choose with torch.where or arithmetic instead of .item(), float(), bool() or Python's if on tensors; give modules numbers (momentum=0.1, not None)"
+_VALUE = (
+    "choose with torch.where or arithmetic instead of .item(), float(), bool() or Python's if on tensors; give modules "
+    "numbers (momentum=0.1, not None)"
+)
 _VALUE_IN_UPDATE = (
-    "what a schedule and an optimizer are given are tensors, the step too: write torch.clamp(step / 100, max=1) for min(1, step / 100), "
+    "what a schedule and an optimizer are given are tensors, the step too: write torch.clamp(step / 100, max=1) for "
+    "min(1, step / 100), "
     "torch.cos for math.cos, torch.where for Python's if; or take a schedule of fz.optim (warmup_cosine)"
 )
 _INSTEAD = {
@@ -105,7 +110,9 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
         self.failure: Failure | None = None
-        self.refused: Exception | None = None  # what the function may have caught: it runs on, but not as it would in PyTorch
+        self.refused: Exception | None = (
+            None  # what the function may have caught: it runs on, but not as it would in PyTorch
+        )
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
         self.source = constants_from
@@ -114,14 +121,22 @@ class Recorder(compat.TorchDispatchMode):
         self._results = Results()
         self._labels: dict[fx.Node, str] = {}
         self._storages: dict[int, str] = {}  # of arguments
-        self._shared: dict[int, dict[int, str]] = {}  # storages that stand for one memory, and the blocks that make them so
-        self._stale: dict[int, tuple[str, str | None]] = {}  # storages of whose memory another was written, by which block and where
+        self._shared: dict[
+            int, dict[int, str]
+        ] = {}  # storages that stand for one memory, and the blocks that make them so
+        self._stale: dict[
+            int, tuple[str, str | None]
+        ] = {}  # storages of whose memory another was written, by which block and where
         self._known = Known(self.graph, self.constants)
         self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where
-        self._crossed: set[int] = set()  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
+        self._crossed: set[int] = (
+            set()
+        )  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
         self._of_block: list[torch.Tensor] = []  # a block's arguments, as its function gets them
         self._outside: FrameType | None = None  # the frame that traces
-        self._lines: dict[int, Place | None] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
+        self._lines: dict[
+            int, Place | None
+        ] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
         self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
@@ -142,18 +157,32 @@ class Recorder(compat.TorchDispatchMode):
         strides.note(self.here())
         node = self._nodes.get(id(tensor))
         if node is not None and strides.guessed(node):
-            text = "asks how a tensor is laid out that is made of tensors that are not contiguous, where PyTorch may lay it out otherwise than a trace says"
+            text = (
+                "asks how a tensor is laid out that is made of tensors that are not contiguous, where PyTorch may lay "
+                "it out otherwise than a trace says"
+            )
             fix = "ask of x.contiguous(), or do not ask: reshape and flatten copy where they must"
             raise TraceError(message(self.owner, text, self.here(described(tensor, self.named(tensor))), fix))
 
     def check_read(self, what: str, tensor: torch.Tensor) -> None:
-        """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or where it lies."""
+        """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's
+        argument, or where it lies."""
         if what in OF_HISTORY and not any(x is tensor for x in self._of_block):
             return
-        if what in OF_MEMORY and what != "data_ptr" and _storage(tensor) not in self._crossed:  # an address is none in a trace
+        if (
+            what in OF_MEMORY and what != "data_ptr" and _storage(tensor) not in self._crossed
+        ):  # an address is none in a trace
             return
-        text = "asks where an argument comes from" if what in OF_HISTORY else "asks where a tensor lies that is given to it or to a block, or comes from one"
-        fix = "do it outside of the block" if what in OF_HISTORY else "index or view it, or make a copy first: x.contiguous().clone()"
+        text = (
+            "asks where an argument comes from"
+            if what in OF_HISTORY
+            else "asks where a tensor lies that is given to it or to a block, or comes from one"
+        )
+        fix = (
+            "do it outside of the block"
+            if what in OF_HISTORY
+            else "index or view it, or make a copy first: x.contiguous().clone()"
+        )
         raise TraceError(message(self.owner, f"{text} ({what})", self.here(described(tensor, self.named(tensor))), fix))
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -168,9 +197,12 @@ class Recorder(compat.TorchDispatchMode):
         self._alive.append(tensor)
 
     def share(self, tensors: Sequence[torch.Tensor], owner: str) -> None:
-        """In PyTorch these have one memory, by a block of this name; here each has its own. What is written to one must not be read from another."""
+        """In PyTorch these have one memory, by a block of this name; here each has its own. What is written to one must
+        not be read from another."""
         storages = [_storage(t) for t in tensors]
-        one = {k: name for s in storages for k, name in self._shared.get(s, {}).items()} | dict.fromkeys(storages, owner)
+        one = {k: name for s in storages for k, name in self._shared.get(s, {}).items()} | dict.fromkeys(
+            storages, owner
+        )
         self._shared.update(dict.fromkeys(one, one))
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
@@ -178,21 +210,40 @@ class Recorder(compat.TorchDispatchMode):
         if self._stale and _storage(tensor) in self._stale:
             block, where = self._stale[_storage(tensor)]
             written = [f"written in place: {where}"] if where else []
-            text = f"reads a tensor after its memory was written through another, that an argument or a result of {block} shares with it"
-            raise TraceError(message(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED))
+            text = (
+                f"reads a tensor after its memory was written through another, that an argument or a result of {block} "
+                f"shares with it"
+            )
+            raise TraceError(
+                message(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED)
+            )
         if found is None and id(tensor) in self._replaced:
-            places = self.here(described(tensor), *([f"set_ here: {where}"] if (where := self._replaced[id(tensor)]) else []))
-            raise TraceError(message(self.owner, "reads a tensor whose memory was replaced by another's", places, "use the other tensor itself, or x.copy_(y)"))
+            places = self.here(
+                described(tensor), *([f"set_ here: {where}"] if (where := self._replaced[id(tensor)]) else [])
+            )
+            raise TraceError(
+                message(
+                    self.owner,
+                    "reads a tensor whose memory was replaced by another's",
+                    places,
+                    "use the other tensor itself, or x.copy_(y)",
+                )
+            )
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 self._refuse_functions("torch.cond, scan, while_loop or their like")
-            kept = ", and if it is kept from an earlier call (a cache), compute it in each" if isinstance(tensor, compat.FakeTensor) else ""
+            kept = (
+                ", and if it is kept from an earlier call (a cache), compute it in each"
+                if isinstance(tensor, compat.FakeTensor)
+                else ""
+            )
             raise TraceError(
                 message(
                     self.owner,
                     "reads a tensor that is not one of its arguments",
                     self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
-                    "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, leaf: 'mask' not in path)), "
+                    "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, "
+                    "leaf: 'mask' not in path)), "
                     f"as part of the batch, or make it inside the function{kept}",
                 )
             )
@@ -234,7 +285,12 @@ class Recorder(compat.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
             raise TraceError(
-                message(self.owner, what, self.here(), fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)")
+                message(
+                    self.owner,
+                    what,
+                    self.here(),
+                    fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)",
+                )
             )
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
@@ -267,12 +323,20 @@ class Recorder(compat.TorchDispatchMode):
         """The argument that a tensor is, or is a view or a cast of."""
         node = self._nodes.get(id(tensor))
         while node is not None and node not in self._labels:
-            node = node.all_input_nodes[0] if node.target is aten._to_copy.default or (is_view(node) and node.all_input_nodes) else None
+            node = (
+                node.all_input_nodes[0]
+                if node.target is aten._to_copy.default or (is_view(node) and node.all_input_nodes)
+                else None
+            )
         return self._labels[node] if node is not None else None
 
     def _refuse_functions(self, name: str) -> None:
         fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
-        raise TraceError(message(self.owner, f"uses an operator of functions, which a program has no line for ({name})", self.here(), fix))
+        raise TraceError(
+            message(
+                self.owner, f"uses an operator of functions, which a program has no line for ({name})", self.here(), fix
+            )
+        )
 
     def here(self, *lines: str) -> list[str]:
         """The user's line, if it is known, and these."""
@@ -292,7 +356,9 @@ class Recorder(compat.TorchDispatchMode):
         self.check_default_dtype()
         if compat.fx_tracing():
             fix = "use torch.func.jvp, which computes the same, in place of torch.func.linearize"
-            raise TraceError(message(self.owner, f"traces a function by torch.fx while being traced ({func})", self.here(), fix))
+            raise TraceError(
+                message(self.owner, f"traces a function by torch.fx while being traced ({func})", self.here(), fix)
+            )
         func = CTC.get(func, func)
         if _draws(func, args, kwargs):
             raise TraceError(
@@ -300,7 +366,8 @@ class Recorder(compat.TorchDispatchMode):
                     self.owner,
                     f"draws from torch's global generator ({func})",
                     self.here(),
-                    fix="use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on every mesh and when recomputed",
+                    fix="use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on "
+                    "every mesh and when recomputed",
                 )
             )
         if func is aten.lift_fresh.default and id(args[0]) not in self._nodes:  # torch.tensor(...): a literal
@@ -316,7 +383,14 @@ class Recorder(compat.TorchDispatchMode):
             return self._nan_where_singular(args[0])
         if func in overwrites.REFUSED and overwrites.given(func, args, kwargs, overwrites.REFUSED[func]):
             text = f"overwrites {' and '.join(overwrites.REFUSED[func])} where no trace can see it ({func})"
-            raise TraceError(message(self.owner, text, self.here(), "compute them by other operations, or with F.batch_norm on clones of them"))
+            raise TraceError(
+                message(
+                    self.owner,
+                    text,
+                    self.here(),
+                    "compute them by other operations, or with F.batch_norm on clones of them",
+                )
+            )
         if func in _REWRITTEN:
             results = _REWRITTEN[func](self._do, self._overwrite, *args)
             if results is not None:
@@ -345,7 +419,9 @@ class Recorder(compat.TorchDispatchMode):
             raise
         if not _is_dense(out):
             text = f"makes a tensor that is not dense ({func})"
-            raise TraceError(message(self.owner, text, self.here(), "keep to dense tensors, and to dense gradients: sparse=False"))
+            raise TraceError(
+                message(self.owner, text, self.here(), "keep to dense tensors, and to dense gradients: sparse=False")
+            )
         if func in _SAME_VALUE:
             self._nodes[id(out)] = node_args[0]
             self._alive.append(out)
@@ -369,7 +445,8 @@ class Recorder(compat.TorchDispatchMode):
         return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _answer(self, func: Any, args: Any, node_args: Any, node_kwargs: Any) -> Any:
-        """What depends on values, where these are known, or decide whether the function raises and nothing else. None: it cannot be said."""
+        """What depends on values, where these are known, or decide whether the function raises and nothing else. None:
+        it cannot be said."""
 
         def known(op: Any, *nodes: Any, **kwargs: Any) -> Any:
             try:
@@ -382,7 +459,10 @@ class Recorder(compat.TorchDispatchMode):
             return tree.map(lambda x: self._constant_like(x, args) if isinstance(x, torch.Tensor) else x, found)
         if func is aten.masked_select.default:
             shape = list(torch.broadcast_shapes(args[0].shape, args[1].shape))
-            func, args = aten.index.Tensor, (self._do(aten.expand.default, args[0], shape), [self._do(aten.expand.default, args[1], shape)])
+            func, args = (
+                aten.index.Tensor,
+                (self._do(aten.expand.default, args[0], shape), [self._do(aten.expand.default, args[1], shape)]),
+            )
             node_args = self._nodes_in(args)
         if func is aten.index.Tensor:
             places: list[Any] = []
@@ -415,9 +495,14 @@ class Recorder(compat.TorchDispatchMode):
         return out
 
     def _nan_where_singular(self, info: torch.Tensor) -> None:
-        """Where PyTorch raises because a matrix is singular or not positive definite, what was computed of it is NaN: a program does not raise."""
+        """Where PyTorch raises because a matrix is singular or not positive definite, what was computed of it is NaN: a
+        program does not raise."""
         call = self.node(info).args[0]
-        of_call = {id(x): n for x in self._alive if (n := self._nodes.get(id(x))) is not None and n.target is operator.getitem and n.args[0] is call}
+        of_call = {
+            id(x): n
+            for x in self._alive
+            if (n := self._nodes.get(id(x))) is not None and n.target is operator.getitem and n.args[0] is call
+        }
         replaced: dict[fx.Node, fx.Node] = {}
         for node in dict.fromkeys(of_call.values()):
             x: torch.Tensor = node.meta["val"]
@@ -461,7 +546,12 @@ class Recorder(compat.TorchDispatchMode):
             known = getattr(out, "constant", None)
             with compat.no_modes():
                 scalar = (known if known is not None else value).reshape(()).item()
-            self.track(out, self.graph.call_function(aten.full.default, (list(value.shape), scalar), {"dtype": value.dtype, "device": value.device}))
+            self.track(
+                out,
+                self.graph.call_function(
+                    aten.full.default, (list(value.shape), scalar), {"dtype": value.dtype, "device": value.device}
+                ),
+            )
             return
         name = f"literal_{len(self.constants)}"
         with compat.no_modes():  # a real copy, not one of the mode that traces
@@ -471,7 +561,8 @@ class Recorder(compat.TorchDispatchMode):
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector, for work that only makes things: it would go through all of torch's objects, 0.3 s each time, to free nothing."""
+    """Without the cyclic garbage collector, for work that only makes things: it would go through all of torch's
+    objects, 0.3 s each time, to free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -492,18 +583,28 @@ def _check_dtypes(func: Any, args: Any) -> None:
         raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
 
 
-_PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")}
+_PRODUCTS = {
+    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+}
 
 
 def _is_dense(result: Any) -> bool:
-    return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in (result if isinstance(result, (tuple, list)) else (result,)))
+    return all(
+        not isinstance(x, torch.Tensor) or x.layout is torch.strided
+        for x in (result if isinstance(result, (tuple, list)) else (result,))
+    )
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their dropout, and what draws in training alone."""
+    """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their
+    dropout, and what draws in training alone."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {a.name: a.default_value for a in func._schema.arguments} | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    given = (
+        {a.name: a.default_value for a in func._schema.arguments}
+        | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+        | dict(kwargs)
+    )
     in_training = given.get("train", given.get("training")) is not False
     return in_training and given.get("dropout_p", given.get("dropout")) != 0.0
 
@@ -536,8 +637,8 @@ def record(
 
 
 def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:
-    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and reported. With `groups` only of
-    operations in one group."""
+    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and
+    reported. With `groups` only of operations in one group."""
     seen: dict[Any, fx.Node] = {}
 
     def plain(value: Any) -> Any:
@@ -566,13 +667,17 @@ _CALL = torch.ops.fzero.recorded_call.default
 
 
 def functional(graph: Recorded, owner: str) -> Recorded:
-    """The same function without in-place operations, recorded under the mode of its fake tensors: what reads a tensor after it was overwritten reads the new
-    value. A call of a block stays one node; it reads what its arguments were when it was called, and so does its vjp."""
+    """The same function without in-place operations, recorded under the mode of its fake tensors: what reads a tensor
+    after it was overwritten reads the new value. A call of a block stays one node; it reads what its arguments were
+    when it was called, and so does its vjp."""
     inputs, names = graph.inputs, list(graph.constants)
     again = _Again(owner, graph)
     for node in inputs:
         again.input(node.meta["val"], str(node.target)).meta.update(node.meta)
-    literals = [compat.new_fake(inputs[0].meta["val"].fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in graph.constants.values()]
+    literals = [
+        compat.new_fake(inputs[0].meta["val"].fake_mode, x.shape, x.dtype, x.device, x.stride())
+        for x in graph.constants.values()
+    ]
     for name, literal in zip(names, literals, strict=True):
         again.constant(name, graph.constants[name], literal)
 
@@ -585,11 +690,13 @@ def functional(graph: Recorded, owner: str) -> Recorded:
 
 
 AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
-"""What a graph calls instead when it is run again: there a result may have other strides than the one that was traced, and no view be had of it."""
+"""What a graph calls instead when it is run again: there a result may have other strides than the one that was traced,
+and no view be had of it."""
 
 
 class _Calls(fx.Interpreter):
-    """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no view."""
+    """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no
+    view."""
 
     def __init__(self, graph: Recorded, calls: list[fx.Node], literals: dict[str, torch.Tensor]):
         super().__init__(torch.nn.Module(), graph=graph.graph)
@@ -611,7 +718,11 @@ class _Calls(fx.Interpreter):
 class _Again(Recorder):
     def __init__(self, owner: str, graph: Recorded):
         super().__init__(owner)
-        self.calls = [n for n in graph.graph.nodes if n.op == "call_function" and not (compat.is_operator(n.target) or n.target is operator.getitem)]
+        self.calls = [
+            n
+            for n in graph.graph.nodes
+            if n.op == "call_function" and not (compat.is_operator(n.target) or n.target is operator.getitem)
+        ]
         self._inputs: dict[int, tuple[fx.Node, ...]] = {}  # of each call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,8 @@
-"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a way out.
+"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a
+way out.
 
-PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it is.
+PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it
+is.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Traced(Protocol):
 
 
 def user_place(outside: FrameType | None) -> Place | None:
-    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the standard library's."""
+    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the
+    standard library's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -117,13 +120,24 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._traced.remembering():
-            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":  # no operation, and so in no trace
-                raise TraceError(message(self._traced.owner, "assigns to .data", self._traced.here(), "return the new value instead, or x.copy_(y)"))
+            if (
+                getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__"
+            ):  # no operation, and so in no trace
+                raise TraceError(
+                    message(
+                        self._traced.owner,
+                        "assigns to .data",
+                        self._traced.here(),
+                        "return the new value instead, or x.copy_(y)",
+                    )
+                )
             if func in _FACTS and _asked_by_user(sys._getframe(1)):
                 self._traced.check_read(_FACTS[func], args[0])
             if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
                 self._traced.check_layout(args[0])
-            if func is torch.Tensor.__reduce_ex__ or (func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())):
+            if func is torch.Tensor.__reduce_ex__ or (
+                func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())
+            ):
                 raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
         if func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
@@ -140,20 +154,40 @@ class Calls(TorchFunctionMode):
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
         """What is wrong with making a text or a pickle of a tensor."""
         where = [*self._traced.here(), described(x, self._traced.named(x))]
-        return f"needs the value of a tensor while being traced ({_TEXTS[func]})", where, "return it as an aux value, or print its shape; x.clone() is a copy"
+        return (
+            f"needs the value of a tensor while being traced ({_TEXTS[func]})",
+            where,
+            "return it as an aux value, or print its shape; x.clone() is a copy",
+        )
 
 
-_TEXTS = {torch.Tensor.__repr__: "to print it", torch.Tensor.__format__: "to print it", torch.Tensor.__reduce_ex__: "to pickle it, or for copy.copy"}
+_TEXTS = {
+    torch.Tensor.__repr__: "to print it",
+    torch.Tensor.__format__: "to print it",
+    torch.Tensor.__reduce_ex__: "to pickle it, or for copy.copy",
+}
 _LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
 """What a tensor says of where it comes from, and what is done there."""
-OF_MEMORY = ("storage_offset", "as_strided", "untyped_storage", "storage", "data_ptr", "is_set_to", "_version", "_base", "_is_view")
+OF_MEMORY = (
+    "storage_offset",
+    "as_strided",
+    "untyped_storage",
+    "storage",
+    "data_ptr",
+    "is_set_to",
+    "_version",
+    "_base",
+    "_is_view",
+)
 """What it says of the memory that it lies in."""
 
 
 def _facts() -> dict[Any, str]:
     found = {getattr(torch.Tensor, name): name for name in (*OF_HISTORY, *OF_MEMORY)} | {torch.as_strided: "as_strided"}
-    return {getattr(func, "__get__") if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}  # noqa: B009
+    return {
+        getattr(func, "__get__") if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()
+    }  # noqa: B009
 
 
 _FACTS = _facts()
@@ -170,7 +204,8 @@ _OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for 
 
 
 def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
-    """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more than what it is made of."""
+    """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more
+    than what it is made of."""
     known = traced.failure
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
@@ -190,7 +225,11 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
     except _KINDS as error:
         if _raised_by_user(error):
             raise
-        failure = traced.failure if traced is not None and traced.failure is not None and traced.failure.error is error else None
+        failure = (
+            traced.failure
+            if traced is not None and traced.failure is not None and traced.failure.error is error
+            else None
+        )
         where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
         said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
         rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
@@ -198,21 +237,40 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
             places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
             raise TraceError(message(owner, rule[0], places, rule[1])) from error
         if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
-            raise TraceError(message(owner, said, where, "pass what the function takes: tensors are parameters, batch, and what is made of them")) from error
+            raise TraceError(
+                message(
+                    owner,
+                    said,
+                    where,
+                    "pass what the function takes: tensors are parameters, batch, and what is made of them",
+                )
+            ) from error
         if failure is None:
             raise
-        fix = "change the operation, or the shapes and dtypes of its operands" + (", which are above" if failure.operands else "")
+        fix = "change the operation, or the shapes and dtypes of its operands" + (
+            ", which are above" if failure.operands else ""
+        )
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
 _CARRIERS = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    *(os.path.dirname(torch.__file__) + f"/{name}" for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")),
+    *(
+        os.path.dirname(torch.__file__) + f"/{name}"
+        for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")
+    ),
 )
 CHANGES = "changes its arguments in place"
-NEW_VALUE = "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a leaf: train_step(mutable=)"
+NEW_VALUE = (
+    "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a "
+    "leaf: train_step(mutable=)"
+)
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
-_OF_TRACES = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet", "passed to FakeTensor.__format__")
+_OF_TRACES = (
+    ".numpy() is not supported for tensor subclasses",
+    "its data is not allocated yet",
+    "passed to FakeTensor.__format__",
+)
 """What PyTorch says of the tensors of a trace alone: with real ones there is no error."""
 _IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
@@ -222,26 +280,41 @@ _REFUSED = [
     (
         "is not differentiable with respect to argument 'running_",
         "trains the running statistics of a norm",
-        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or 'num_batches' in path), see docs/mutable.md",
+        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or "
+        "'num_batches' in path), see docs/mutable.md",
     ),
-    ("Inference tensors cannot be saved", "needs for its backward what torch.inference_mode made", "use torch.no_grad()"),
+    (
+        "Inference tensors cannot be saved",
+        "needs for its backward what torch.inference_mode made",
+        "use torch.no_grad()",
+    ),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
     (
         "One of the differentiated Tensors does not require grad",
-        "asks for a gradient of what requires none, or takes that from what it is given (detach_, requires_grad_(False))",
+        "asks for a gradient of what requires none, or takes that from what it is given (detach_, "
+        "requires_grad_(False))",
         "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
     ),
     ("mutate a captured Tensor", *_IN_PLACE),
-    (".numpy() is not supported for tensor subclasses", "needs the value of a tensor while being traced (.numpy())", "keep to torch operations"),
+    (
+        ".numpy() is not supported for tensor subclasses",
+        "needs the value of a tensor while being traced (.numpy())",
+        "keep to torch operations",
+    ),
     (
         "its data is not allocated yet",  # an operator that looks into its arguments before it says what it returns
         "needs the value of a tensor while being traced",
         "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
     ),
-    ("passed to FakeTensor.__format__", "needs the value of a tensor while being traced (to print it)", "return it as an aux value, or print its shape"),
+    (
+        "passed to FakeTensor.__format__",
+        "needs the value of a tensor while being traced (to print it)",
+        "return it as an aux value, or print its shape",
+    ),
     (
         "does not have a deterministic implementation",
-        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for one",
+        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for "
+        "one",
         "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
     ),
     (
@@ -274,7 +347,9 @@ def _raised_by_user(error: BaseException) -> bool:
     if trace is None or is_library(trace.tb_frame.f_code.co_filename):
         return False
     at = trace.tb_lasti
-    return any(i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code))
+    return any(
+        i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code)
+    )
 
 
 @functools.cache
@@ -282,7 +357,9 @@ def is_library(filename: str) -> bool:
     """Whether a file is of this library, PyTorch or the standard library."""
     if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
         return True
-    if filename.startswith((os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)):
+    if filename.startswith(
+        (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+    ):
         return True
     return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename
 
@@ -291,14 +368,17 @@ def is_library(filename: str) -> bool:
 
 
 def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
-    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions that it calls."""
+    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions
+    that it calls."""
     seen = set() if seen is None else seen
     if id(fn) in seen:
         return None
     seen.add(id(fn))
     ways: list[tuple[str, Any]] = []
     if isinstance(fn, functools.partial):
-        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [(f"keyword {k} of the partial", v) for k, v in fn.keywords.items()]
+        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [
+            (f"keyword {k} of the partial", v) for k, v in fn.keywords.items()
+        ]
         ways.append(("", fn.func))
     if hasattr(fn, "__wrapped__"):
         ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
@@ -309,7 +389,9 @@ def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str 
         variables = inspect.getclosurevars(getattr(fn, "__func__", fn))
         ways += [(f"closure variable {k}", v) for k, v in variables.nonlocals.items()]
         ways += [(f"global variable {k}", v) for k, v in variables.globals.items()]
-        ways += [(f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()]
+        ways += [
+            (f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()
+        ]
     for name, value in ways:
         for path, x in _tensors(value):
             if x is tensor:

@@ -1,16 +1,19 @@
-"""Settings of a function: what it reads beside its arguments, by value, so that two functions or two moments can be compared.
+"""Settings of a function: what it reads beside its arguments, by value, so that two functions or two moments can be
+compared.
 
-A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules and classes, and the same of every
-function among them. Attributes are read where some code that was reached names them; what code names is looked up, code is not run. A value of no kind
-that is known here (a file, a lock, an iterator) is told by its identity, or not at all. It must not know what a block is, or a step.
+A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
+and classes, and the same of every function among them. Attributes are read where some code that was reached names them;
+what code names is looked up, code is not run. A value of no kind that is known here (a file, a lock, an iterator) is
+told by its identity, or not at all. It must not know what a block is, or a step.
 
-A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`, `globals()["RATE"]`.
-Of the environment, and of a dictionary of texts, only those items count that code names, where all that it does with the dictionary's name is to name
-items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run writes down there is none of its settings. Unless strict.
+A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`,
+`globals()["RATE"]`. Of the environment, and of a dictionary of texts, only those items count that code names, where all
+that it does with the dictionary's name is to name items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run
+writes down there is none of its settings. Unless strict.
 
-What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock (`timed`), globals of installed libraries, names that are put
-together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what
-lies behind the first `MOST` values.
+What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock (`timed`), globals of
+installed libraries, names that are put together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors
+that NumPy writes to, changes in place of arrays above `_LARGE` bytes, and what lies behind the first `MOST` values.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ _LARGE = 2**22
 
 
 class Settings(NamedTuple):
-    """Facts about what a function reads, in a fixed order, and where each was found. Two functions with equal facts and equal arguments do the same."""
+    """Facts about what a function reads, in a fixed order, and where each was found. Two functions with equal facts and
+    equal arguments do the same."""
 
     facts: tuple[Hashable, ...]
     places: tuple[str, ...]
@@ -62,8 +66,9 @@ def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] =
 
     Args:
         values: functions, and arguments that are not tensors.
-        strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told apart by identity, and where code
-            reads attributes without naming them (`getattr`, `vars`) all are read; so are all items of a dictionary. Otherwise they are equal when in doubt.
+        strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told
+            apart by identity, and where code reads attributes without naming them (`getattr`, `vars`) all are read; so
+            are all items of a dictionary. Otherwise they are equal when in doubt.
         without: functions and objects of which this holds are not looked into.
 
     Example:
@@ -80,12 +85,14 @@ def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] =
 
 
 def exact(value: Any) -> tuple[type, Hashable]:
-    """A number, text or another plain constant as a key: 1, 1.0 and True are three, 0.0 and -0.0 are two, nan is one."""
+    """A number, text or another plain constant as a key: 1, 1.0 and True are three, 0.0 and -0.0 are two, nan is
+    one."""
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 def changes(old: Settings, new: Settings) -> list[str]:
-    """What differs first between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are equal."""
+    """What differs first between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are
+    equal."""
     if old.facts == new.facts:
         return []
     before, after = _told(old), _told(new)
@@ -97,19 +104,26 @@ def changes(old: Settings, new: Settings) -> list[str]:
 
 
 def counted(*values: Any) -> dict[str, Hashable]:
-    """What functions may change by counting or drawing, by place: the numbers that are alone there, and how far generators and iterators are, those of
-    Python's `random` and NumPy's included."""
+    """What functions may change by counting or drawing, by place: the numbers that are alone there, and how far
+    generators and iterators are, those of Python's `random` and NumPy's included."""
     walk = _Walk(strict=False)
     walk.run(values)
-    found = [(place, fact) for fact, place in zip(walk.facts, walk.places, strict=True) if isinstance(fact, tuple) and fact[0] in (bool, int, float)]
+    found = [
+        (place, fact)
+        for fact, place in zip(walk.facts, walk.places, strict=True)
+        if isinstance(fact, tuple) and fact[0] in (bool, int, float)
+    ]
     often = collections.Counter(place for place, _ in found)
     numpy = sys.modules.get("numpy")
-    drawn = dict(zip(GLOBAL_GENERATORS, (hash(random.getstate()), str(numpy.random.get_state()) if numpy else None), strict=True))
+    drawn = dict(
+        zip(GLOBAL_GENERATORS, (hash(random.getstate()), str(numpy.random.get_state()) if numpy else None), strict=True)
+    )
     return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
 
 
 def timed(*values: Any) -> list[str]:
-    """The modules by which functions may read what is another each time: the clock, or numbers that nobody has seeded."""
+    """The modules by which functions may read what is another each time: the clock, or numbers that nobody has
+    seeded."""
     walk = _Walk(strict=False)
     walk.run(values)
     return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk._names)
@@ -132,7 +146,10 @@ def _state(x: Any) -> Hashable:
         return repr(x)
     if isinstance(x, types.GeneratorType):
         frame = x.gi_frame
-        return frame and (frame.f_lasti, *((name, value) for name, value in frame.f_locals.items() if type(value) in (bool, int, float, str)))
+        return frame and (
+            frame.f_lasti,
+            *((name, value) for name, value in frame.f_locals.items() if type(value) in (bool, int, float, str)),
+        )
     if isinstance(x, io.IOBase):
         return Position(x.tell()) if not x.closed and x.seekable() else None
     return operator.length_hint(x, -1) if isinstance(x, Iterator) else None
@@ -150,7 +167,9 @@ def _told(settings: Settings) -> dict[str, str]:
     return shown
 
 
-_KNOWN = frozenset({"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"})
+_KNOWN = frozenset(
+    {"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"}
+)
 """Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
 _WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "fields"})
 """Names by which code reads attributes that it does not name."""
@@ -161,10 +180,35 @@ _BY_TEXT = _WHOLE | {"globals", "__globals__", "hasattr", "modules", "import_mod
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods that PyTorch calls; Python calls those between underscores, but not all of them to compute something."""
-_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__getstate__", "__setstate__"})
+_NOT_CALLED = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__init_subclass__",
+        "__repr__",
+        "__str__",
+        "__del__",
+        "__reduce__",
+        "__getstate__",
+        "__setstate__",
+    }
+)
 _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
 _TIMED = frozenset({"time", "datetime", "uuid", "secrets"})
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _PLAIN_TYPES = frozenset(_PLAIN)
 
 
@@ -184,10 +228,12 @@ class Same:
 
 
 class _Scope:
-    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever code names. `fields`: read where code
-    reads a record as a whole."""
+    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever
+    code names. `fields`: read where code reads a record as a whole."""
 
-    def __init__(self, values: Mapping[str, Any], path: str, always: Collection[str] = (), fields: Collection[str] = ()):
+    def __init__(
+        self, values: Mapping[str, Any], path: str, always: Collection[str] = (), fields: Collection[str] = ()
+    ):
         self.values, self.path, self.fields = values, path, fields
         self._keys, self.always = set(values), always
 
@@ -289,7 +335,10 @@ class _Walk:
                 self._read(cell.cell_contents, name, name)
             except ValueError:  # not assigned yet
                 self._fact("empty", name)
-        self._todo += [(fn.__defaults__, f"defaults of {fn.__name__}"), (fn.__kwdefaults__, f"defaults of {fn.__name__}")]
+        self._todo += [
+            (fn.__defaults__, f"defaults of {fn.__name__}"),
+            (fn.__kwdefaults__, f"defaults of {fn.__name__}"),
+        ]
         self._scopes.append(_Scope(vars(fn), path or fn.__name__, ("__wrapped__",)))
         if _installed(fn.__globals__.get("__name__")):
             return
@@ -314,7 +363,11 @@ class _Walk:
 
     def _partial(self, fn: functools.partial, path: str) -> None:
         self._fact(functools.partial, path)
-        self._todo += [(fn.func, path), (fn.args, f"arguments of {path or 'the partial'}"), (fn.keywords, f"keywords of {path or 'the partial'}")]
+        self._todo += [
+            (fn.func, path),
+            (fn.args, f"arguments of {path or 'the partial'}"),
+            (fn.keywords, f"keywords of {path or 'the partial'}"),
+        ]
 
     def _module(self, module: types.ModuleType, path: str) -> None:
         self._fact(module.__name__, path)
@@ -329,7 +382,11 @@ class _Walk:
             self._todo.append((type(cls), type(cls).__name__))
         for base in cls.__mro__:
             if not _installed(base.__module__):
-                called = [n for n, x in vars(base).items() if isinstance(x, types.FunctionType) and n not in _NOT_CALLED and n[:2] == "__"]
+                called = [
+                    n
+                    for n, x in vars(base).items()
+                    if isinstance(x, types.FunctionType) and n not in _NOT_CALLED and n[:2] == "__"
+                ]
                 self._scopes.append(_Scope(vars(base), path or base.__name__, _CALLED.union(called)))
 
     def _context(self, x: contextvars.ContextVar, path: str) -> None:
@@ -359,7 +416,9 @@ class _Walk:
         if len(x) <= _LONG:
             return False
         try:
-            self._fact(hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path)  # version 2 has no references, which depend on who else holds a value
+            self._fact(
+                hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path
+            )  # version 2 has no references, which depend on who else holds a value
         except ValueError:
             return False
         return True
@@ -368,7 +427,9 @@ class _Walk:
         plain = all(type(item) in _PLAIN_TYPES for item in x)
         self._fact((type(x), frozenset(map(exact, x))) if plain else (type(x), "of", len(x)), path)
         if not plain:  # in an order that does not depend on how the set came about
-            self._todo += [(item, f"items of {path}") for item in sorted(x, key=lambda item: (type(item).__qualname__, hash(item)))]
+            self._todo += [
+                (item, f"items of {path}") for item in sorted(x, key=lambda item: (type(item).__qualname__, hash(item)))
+            ]
         self._attributes(x, path)
 
     def _getter(self, x: Any, path: str) -> None:
@@ -380,7 +441,11 @@ class _Walk:
         self._todo.append((args, f"arguments of {path}"))
 
     def _accessor(self, x: Any, path: str) -> None:
-        self._todo += [(f, path) for f in (getattr(x, "__func__", None), getattr(x, "fget", None), getattr(x, "func", None)) if f is not None]
+        self._todo += [
+            (f, path)
+            for f in (getattr(x, "__func__", None), getattr(x, "fget", None), getattr(x, "func", None))
+            if f is not None
+        ]
 
     def _attributes(self, x: Any, path: str, always: Collection[str] = ()) -> None:
         """What an object holds beside its items: all that it has, if its code is not looked into."""
@@ -399,7 +464,9 @@ class _Walk:
             self._fact(kind, path)
             held = dict(_held(x))
             layers = [base for base in kind.__mro__ if base not in (object, torch.nn.Module)]
-            self._scopes.append(_Scope(held, path, held if any(_installed(base.__module__) for base in layers) else _OF_MODULES))
+            self._scopes.append(
+                _Scope(held, path, held if any(_installed(base.__module__) for base in layers) else _OF_MODULES)
+            )
             self._todo.append((kind, kind.__name__))
         elif (data := _bytes(x)) is not None:
             self._fact((kind, *data, Same(x) if self._strict and len(data) < 3 else None), path)
@@ -410,7 +477,9 @@ class _Walk:
             self._fact((kind, x), path)
         elif hasattr(x, "items") and hasattr(x, "keys"):  # os.environ
             self._mapping(x, path)
-        elif hasattr(x, "__dict__") and (equal or isinstance(x, threading.local)):  # SimpleNamespace, argparse.Namespace
+        elif hasattr(x, "__dict__") and (
+            equal or isinstance(x, threading.local)
+        ):  # SimpleNamespace, argparse.Namespace
             self._fact(kind, path)
             self._scopes.append(_Scope(vars(x), path, fields=list(vars(x))))
         elif hasattr(x, "__wrapped__"):  # functools.lru_cache
@@ -429,15 +498,24 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (type, _Walk._class),
     ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Walk._getter),
     ((dict, types.MappingProxyType, collections.UserDict), _Walk._mapping),
-    ((list, tuple, collections.deque, collections.UserList, *(type(view) for view in ({}.keys(), {}.values(), {}.items()))), _Walk._sequence),
+    (
+        (
+            list,
+            tuple,
+            collections.deque,
+            collections.UserList,
+            *(type(view) for view in ({}.keys(), {}.values(), {}.items())),
+        ),
+        _Walk._sequence,
+    ),
     ((set, frozenset), _Walk._set),
     ((staticmethod, classmethod, property, functools.cached_property), _Walk._accessor),
 ]
 
 
 class _Named(NamedTuple):
-    """The names in a function's code, and in that of functions inside it. `keys`: texts that it uses as keys; `whole`: names that it loads and does something
-    else with than to name an item of what they stand for."""
+    """The names in a function's code, and in that of functions inside it. `keys`: texts that it uses as keys; `whole`:
+    names that it loads and does something else with than to name an item of what they stand for."""
 
     globals: tuple[str, ...]
     imports: tuple[str, ...]
@@ -467,8 +545,13 @@ def _named(code: types.CodeType) -> _Named:
 
 
 def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The keys and the names of `_Named`, of one code. An instruction that is not known here makes a name one of those that are read as a whole."""
-    lines = [(i.opname, i.argval, i.argrepr) for i in dis.get_instructions(code) if i.opname not in ("PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE")]
+    """The keys and the names of `_Named`, of one code. An instruction that is not known here makes a name one of those
+    that are read as a whole."""
+    lines = [
+        (i.opname, i.argval, i.argrepr)
+        for i in dis.get_instructions(code)
+        if i.opname not in ("PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE")
+    ]
     lines += [("", None, "")] * 4
     keys, whole = set[str](), set[str]()
     for at, (op, name, _) in enumerate(lines):
@@ -480,7 +563,8 @@ def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
-    """The key in `NAME["key"]`, `NAME.get("key", 1)`, `"key" in NAME` and `getenv("key")`, where the name is loaded at this line; None anywhere else."""
+    """The key in `NAME["key"]`, `NAME.get("key", 1)`, `"key" in NAME` and `getenv("key")`, where the name is loaded at
+    this line; None anywhere else."""
 
     def text(i: int) -> bool:
         return lines[i][0] == "LOAD_CONST" and type(lines[i][1]) is str
@@ -523,7 +607,9 @@ def _installed(module: Any) -> bool:
     """Whether code is of a library, and not looked into: it has settings in its objects, all of which are read."""
     package = _package(module)
     file = str(getattr(sys.modules.get(package), "__file__", None) or "")
-    return package in _KNOWN or any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
+    return package in _KNOWN or any(
+        f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages")
+    )
 
 
 def _of_library(cls: type) -> bool:
@@ -535,7 +621,11 @@ def _held(x: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(x, "__dict__", {}).items()
     for base in type(x).__mro__:
         slots = vars(base).get("__slots__", ())
-        yield from ((name, getattr(x, name)) for name in ((slots,) if isinstance(slots, str) else slots) if name != "__dict__" and hasattr(x, name))
+        yield from (
+            (name, getattr(x, name))
+            for name in ((slots,) if isinstance(slots, str) else slots)
+            if name != "__dict__" and hasattr(x, name)
+        )
 
 
 def _bytes(x: Any) -> tuple[Any, ...] | None:

@@ -1,9 +1,11 @@
-"""Storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything else is made anew.
+"""Storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything else
+is made anew.
 
-A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may keep
-(passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten while a function's results
-are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its kernels read and write (plan/fusion.py).
-Not so trace/propagate.py: there a view is what a flat shard stays a shard under, memory or not.
+A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
+keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
+while a function's results are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its
+kernels read and write (plan/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a shard
+under, memory or not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ aten = torch.ops.aten
 
 
 class Output(NamedTuple):
-    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of `nbytes`."""
+    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of
+    `nbytes`."""
 
     argument: int | None
     root: int
@@ -37,26 +40,33 @@ def output_storages(graph: Recorded) -> list[Output]:
     numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
     found = []
     for node in roots:
-        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0  # a literal belongs to the function
+        nbytes = (
+            node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0
+        )  # a literal belongs to the function
         found.append(Output(places.get(node), numbers[node], nbytes))
     return found
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node that makes the memory a node's value lies in: itself, unless it is a view, or overwrites its first argument."""
+    """The node that makes the memory a node's value lies in: itself, unless it is a view, or overwrites its first
+    argument."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if not (is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))):  # a result of `unbind` or `split`
+        if not (
+            is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))
+        ):  # a result of `unbind` or `split`
             return node
         node = source
     return node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node returns its first argument's memory under another shape, or several parts of it. `_unsafe_view` does, though its schema denies it."""
+    """Whether a node returns its first argument's memory under another shape, or several parts of it. `_unsafe_view`
+    does, though its schema denies it."""
     return node.op == "call_function" and (compat.is_view(node.target) or node.target is aten._unsafe_view.default)
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operation overwrites its first argument. Only functions that write into what they are given have such: a recorded graph is functional."""
+    """Whether an operation overwrites its first argument. Only functions that write into what they are given have such:
+    a recorded graph is functional."""
     return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""Where a function asks how its tensors are laid out. A program is given its batch contiguous: of any other batch PyTorch would answer something else."""
+"""Where a function asks how its tensors are laid out. A program is given its batch contiguous: of any other batch
+PyTorch would answer something else."""
 
 from __future__ import annotations
 
@@ -31,16 +32,26 @@ def note(where: list[str]) -> None:
 
 
 def guessed(node: fx.Node) -> bool:
-    """Whether the strides of a value that was traced may be others where it runs. They are those that its fake tensor says if it is made of contiguous
-    tensors, by an elementwise operation of one tensor or a matrix product, or in a layout that is asked for."""
+    """Whether the strides of a value that was traced may be others where it runs. They are those that its fake tensor
+    says if it is made of contiguous tensors, by an elementwise operation of one tensor or a matrix product, or in a
+    layout that is asked for."""
     seen, todo = set[fx.Node](), [node]
     while todo:
         value = todo.pop()
-        if value in seen or value.op != "call_function" or value.target in _PRODUCTS or value.kwargs.get("memory_format") is torch.contiguous_format:
+        if (
+            value in seen
+            or value.op != "call_function"
+            or value.target in _PRODUCTS
+            or value.kwargs.get("memory_format") is torch.contiguous_format
+        ):
             continue
         seen.add(value)
         todo += value.all_input_nodes
-        if is_view(value) or value.target is operator.getitem or (len(value.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(value.target, "tags", ())):
+        if (
+            is_view(value)
+            or value.target is operator.getitem
+            or (len(value.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(value.target, "tags", ()))
+        ):
             continue
         if not all(x.is_contiguous() for n in value.all_input_nodes if isinstance(x := n.meta["val"], torch.Tensor)):
             return True

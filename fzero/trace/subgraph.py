@@ -50,16 +50,23 @@ class Part:
         return Recorded(graph, constants)
 
 
-def extract(source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None) -> Recorded:
+def extract(
+    source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None
+) -> Recorded:
     """The function from `inputs` to `outputs` that a graph contains, as a graph of its own."""
     return Part(source, inputs, outputs).extract(names)
 
 
-def inlined(graph: fx.Graph, before: fx.Node, made: Recorded, inputs: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Puts the operations of a function, which has no literals, into a graph before a node. Returns: the new nodes, and the results."""
+def inlined(
+    graph: fx.Graph, before: fx.Node, made: Recorded, inputs: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Puts the operations of a function, which has no literals, into a graph before a node. Returns: the new nodes, and
+    the results."""
     env = dict(zip(made.inputs, inputs, strict=True))
     with graph.inserting_before(before):
-        new = [env.setdefault(n, graph.node_copy(n, lambda m: env[m])) for n in made.graph.nodes if n.op == "call_function"]
+        new = [
+            env.setdefault(n, graph.node_copy(n, lambda m: env[m])) for n in made.graph.nodes if n.op == "call_function"
+        ]
     return new, [env[n] for n in made.outputs]
 
 
@@ -86,10 +93,13 @@ def reached(graph: fx.Graph, roots: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
-    """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there instead of returning them."""
+    """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there
+    instead of returning them."""
     if not which:
         return source
-    assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), "a function that writes its arguments has no results to place"
+    assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), (
+        "a function that writes its arguments has no results to place"
+    )
     copy = extract(source, source.inputs, source.outputs)
     graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
     last = graph.output_node()
@@ -112,12 +122,23 @@ def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
-    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes. Which of the devices of a type they were recorded on does
+    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes. Which of the devices
+    of a type they were recorded on does
     not: each rank of a host has its own."""
-    return _signature(graph.inputs, [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")], graph.outputs, graph.constants)
+    return _signature(
+        graph.inputs,
+        [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")],
+        graph.outputs,
+        graph.constants,
+    )
 
 
-def _signature(inputs: Sequence[fx.Node], between: Sequence[fx.Node], outputs: Sequence[fx.Node], constants: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+def _signature(
+    inputs: Sequence[fx.Node],
+    between: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    constants: Mapping[str, torch.Tensor],
+) -> tuple[Any, ...]:
     index: dict[fx.Node, int] = {}
 
     def plain(value: Any) -> Any:

@@ -1,6 +1,8 @@
-"""PyTorch's own switches that decide what a function's operations are: they belong to a function's signature as its arguments do.
+"""PyTorch's own switches that decide what a function's operations are: they belong to a function's signature as its
+arguments do.
 
-Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those count when a program runs.
+Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those
+count when a program runs.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def dispatch_modes(within: Any = None) -> list[Any]:
 
 
 def saved_tensor_hooks() -> list[str]:
-    """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's (checkpoints, `save_on_cpu`) do not."""
+    """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's
+    (checkpoints, `save_on_cpu`) do not."""
     pack = (compat.saved_tensor_hooks() or (None, None))[0]
     ours = pack is None or _package(getattr(pack, "__module__", "")) in _OURS
     return [] if ours else [f"saved_tensors_hooks({getattr(pack, '__name__', type(pack).__name__)}, ...)"]

@@ -1,4 +1,5 @@
-"""What a function may not write to while it runs: its arguments in the plain step, as in the compiled step while that is traced; and their gradients."""
+"""What a function may not write to while it runs: its arguments in the plain step, as in the compiled step while that
+is traced; and their gradients."""
 
 from __future__ import annotations
 
@@ -21,28 +22,46 @@ class Untouched(compat.TorchDispatchMode):
     def __init__(self, owner: str, **arguments: Any):
         super().__init__()
         self._owner, self._outside = owner, sys._getframe(1)
-        named = [pair for root, values in arguments.items() for pair in zip(tree.paths(values, root), tree.leaves(values), strict=True)]
+        named = [
+            pair
+            for root, values in arguments.items()
+            for pair in zip(tree.paths(values, root), tree.leaves(values), strict=True)
+        ]
         self._paths = {_storage(x): path for path, x in reversed(named) if isinstance(x, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        changed = [self._paths[s] for s in map(_storage, overwrites.overwritten(func, args, kwargs)) if s in self._paths] if compat.is_operator(func) else []
+        changed = (
+            [self._paths[s] for s in map(_storage, overwrites.overwritten(func, args, kwargs)) if s in self._paths]
+            if compat.is_operator(func)
+            else []
+        )
         if changed:
             place = user_place(self._outside)
-            raise TraceError(message(self._owner, CHANGES, [f"{path}: {line(place)}" if place else path for path in changed], NEW_VALUE))
+            raise TraceError(
+                message(
+                    self._owner, CHANGES, [f"{path}: {line(place)}" if place else path for path in changed], NEW_VALUE
+                )
+            )
         return func(*args, **kwargs)
 
 
 @contextmanager
 def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Raises if the body leaves a gradient in one of these arguments, or a hook for when one is left there: whoever calls the function differentiates what it
-    returns, and reads no other gradient."""
+    """Raises if the body leaves a gradient in one of these arguments, or a hook for when one is left there: whoever
+    calls the function differentiates what it returns, and reads no other gradient."""
     paths = {id(x): (path, x) for path, x in arguments if x.requires_grad and x.is_leaf}
     refused: list[TraceError] = []
 
     def refuse(x: torch.Tensor) -> None:
         place = user_place(None)
-        refused.append(_refusal(owner, "adds gradients up itself (.backward())", [*([line(place)] if place else []), f"{paths[id(x)][0]}.grad"]))
+        refused.append(
+            _refusal(
+                owner,
+                "adds gradients up itself (.backward())",
+                [*([line(place)] if place else []), f"{paths[id(x)][0]}.grad"],
+            )
+        )
         raise refused[-1]
 
     handles = [x.register_post_accumulate_grad_hook(refuse) for _, x in paths.values()]
@@ -56,11 +75,16 @@ def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]])
     if graded := [f"{path}.grad" for path, x in paths.values() if x.grad is not None]:
         raise _refusal(owner, "sets gradients itself", graded)
     if hooked := [path for path, x in paths.values() if compat.gradient_hooks(x)]:
-        raise _refusal(owner, "registers a hook for gradients that are added up (register_post_accumulate_grad_hook)", hooked)
+        raise _refusal(
+            owner, "registers a hook for gradients that are added up (register_post_accumulate_grad_hook)", hooked
+        )
 
 
 def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
-    fix = "return the loss, which the step differentiates; in it, a gradient is torch.autograd.grad(y, x, create_graph=True), and x.register_hook changes one"
+    fix = (
+        "return the loss, which the step differentiates; in it, a gradient is torch.autograd.grad(y, x, "
+        "create_graph=True), and x.register_hook changes one"
+    )
     return TraceError(message(owner, f"{what}: no step reads those", where, fix))
 
 

@@ -26,10 +26,14 @@ class Transform:
         """The step with this record added.
 
         Raises:
-            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.step.transforms)` may have among others.
+            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.step.transforms)` may have
+                among others.
         """
         if isinstance(step, EvalStep) and (reason := self.idle(step)):
-            fix = "leave it out; an evaluation takes over what concerns it of a training step: fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+            fix = (
+                "leave it out; an evaluation takes over what concerns it of a training step: "
+                "fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+            )
             raise TransformError(message(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix))
         return self.add(step)
 
@@ -37,14 +41,22 @@ class Transform:
         """The step with this record, whether it does anything to it or not."""
         if not hasattr(step, "transforms"):
             raise FzeroTypeError(
-                message(self.name, f"transforms a step, not {type(step).__name__}", fix=f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
+                message(
+                    self.name,
+                    f"transforms a step, not {type(step).__name__}",
+                    fix=f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))",
+                )
             )
         for other in step.transforms:
             if other == self:
                 return step
             reason = self.conflict(other) or other.conflict(self)
             if reason:
-                raise TransformError(message(self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"))
+                raise TransformError(
+                    message(
+                        self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"
+                    )
+                )
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
 
     def conflict(self, other: Transform) -> str | None:

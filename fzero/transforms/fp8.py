@@ -1,5 +1,6 @@
-"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid out as a program: fzero/precision/fp8.py;
-and on the lines that gather what only such products read: fzero/precision/fp8_gather.py.
+"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid
+out as a program: fzero/precision/fp8.py; and on the lines that gather what only such products read:
+fzero/precision/fp8_gather.py.
 
 What rests, what is communicated as gradients and what everything but these products computes in is as without it.
 """
@@ -40,74 +41,119 @@ class Fp8(Transform):
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raises naming the parameters that `where` accepts and that no product in 8 bits can read."""
-        wrong = [f"{leaf}: {why}" for leaf in leaves if self.where is not None and self._accepts(leaf) and (why := _unfit(leaf))]
+        wrong = [
+            f"{leaf}: {why}"
+            for leaf in leaves
+            if self.where is not None and self._accepts(leaf) and (why := _unfit(leaf))
+        ]
         if wrong:
-            fix = f"accept floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: leaf.ndim == 2 and ..."
-            raise TransformError(message(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix))
+            fix = (
+                f"accept floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: "
+                f"leaf.ndim == 2 and ..."
+            )
+            raise TransformError(
+                message(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix)
+            )
 
     def check_device(self, device: torch.device) -> None:
         """Raises if a device neither has products in 8 bits nor is a CPU, which emulates them."""
         if device.type == "cpu":
             return
-        if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY:
+        if (
+            device.type == "cuda"
+            and torch.version.hip is None
+            and torch.cuda.get_device_capability(device) >= CAPABILITY
+        ):
             return
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        fix = f"a CUDA device of capability {'.'.join(map(str, CAPABILITY))} (Ada, Hopper) or later has them, and a CPU emulates them; leave fp8 out here"
+        fix = (
+            f"a CUDA device of capability {'.'.join(map(str, CAPABILITY))} (Ada, Hopper) or later has them, and a CPU "
+            f"emulates them; leave fp8 out here"
+        )
         raise FzeroValueError(message(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix))
 
     def _accepts(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
-def fp8(step: Any = None, *, scales: str = "tensor", scaling: str = "current", history: int | None = None, where: Where | None = None) -> Any:
-    """Does matrix products with selected parameters in 8-bit floating point: the forward's, the gradient's of their input, and their own gradient's.
+def fp8(
+    step: Any = None,
+    *,
+    scales: str = "tensor",
+    scaling: str = "current",
+    history: int | None = None,
+    where: Where | None = None,
+) -> Any:
+    """Does matrix products with selected parameters in 8-bit floating point: the forward's, the gradient's of their
+    input, and their own gradient's.
 
-    Each operand is divided by a scale and rounded to nearest: activations and parameters to float8_e4m3fn, what depends on a gradient to float8_e5m2; sums
-    are float32, the result has the dtype of the product that it replaces. Everything else stays as it is: parameters and optimizer state at rest, gradients as
-    they are reduced, attention, norms, the loss. See docs/transforms/fp8.md.
+    Each operand is divided by a scale and rounded to nearest: activations and parameters to float8_e4m3fn, what depends
+    on a gradient to float8_e5m2; sums are float32, the result has the dtype of the product that it replaces. Everything
+    else stays as it is: parameters and optimizer state at rest, gradients as they are reduced, attention, norms, the
+    loss. See docs/transforms/fp8.md.
 
     Args:
         step: a step; without one a transform is returned.
-        scales: "tensor", a scale for each operand; or "row", one for each row of the first operand and each column of the second.
-        scaling: "current": the scale is that of the operand's largest magnitude, which is found first; or "delayed": of what is multiplied with a parameter it
-            is that of the largest magnitude in earlier steps, which is known before, and what is larger is rounded to the format's largest number. It is 1
-            as long as there was none. Parameters have scales of their own magnitudes in either case; so has everything in an evaluation, and in a block
-            that has no backward.
+        scales: "tensor", a scale for each operand; or "row", one for each row of the first operand and each column of
+            the second.
+        scaling: "current": the scale is that of the operand's largest magnitude, which is found first; or "delayed": of
+            what is multiplied with a parameter it is that of the largest magnitude in earlier steps, which is known
+            before, and what is larger is rounded to the format's largest number. It is 1 as long as there was none.
+            Parameters have scales of their own magnitudes in either case; so has everything in an evaluation, and in a
+            block that has no backward.
         history: of how many steps, with "delayed"; by default 16.
-        where: predicate `(path, leaf)` of the parameters, by default all that can be: floating-point matrices with dims that are multiples of 16. `leaf` is a
-            meta tensor. Of a tied leaf all paths are asked. A product is replaced if it reads all of a leaf, through views and casts, and if its three
-            dims are multiples of 16; any other product stays as it is.
+        where: predicate `(path, leaf)` of the parameters, by default all that can be: floating-point matrices with dims
+            that are multiples of 16. `leaf` is a meta tensor. Of a tied leaf all paths are asked. A product is replaced
+            if it reads all of a leaf, through views and casts, and if its three dims are multiples of 16; any other
+            product stays as it is.
 
-    Communication: a parameter that rests as a shard, and that nothing but such products reads, is gathered in 8 bits: (N-1)/N bytes an element and gather
-        instead of 2 or 4. For its scale, which is that of the whole, one all_reduce for all leaves, once a step: 2 (N-1)/N x 4 bytes a leaf. So with
-        scales="tensor", and where nothing is offloaded. A current scale of anything else is that of what one rank multiplies in one micro-batch. Delayed
-        ones are of all ranks and micro-batches: one all_reduce a step, 2 (N-1)/N x 8 bytes a parameter, and as much for each block that reads it.
-    Memory: gathered parameters a byte an element, where they travel so. What blocks keep for their backward may be kept in 8 bits. With delayed scaling
-        8 bytes a parameter leaf and step of the history, on every rank.
+    Communication: a parameter that rests as a shard, and that nothing but such products reads, is gathered in 8 bits:
+        (N-1)/N bytes an element and gather instead of 2 or 4. For its scale, which is that of the whole, one all_reduce
+        for all leaves, once a step: 2 (N-1)/N x 4 bytes a leaf. So with scales="tensor", and where nothing is
+        offloaded. A current scale of anything else is that of what one rank multiplies in one micro-batch. Delayed ones
+        are of all ranks and micro-batches: one all_reduce a step, 2 (N-1)/N x 8 bytes a parameter, and as much for each
+        block that reads it.
+    Memory: gathered parameters a byte an element, where they travel so. What blocks keep for their backward may be kept
+        in 8 bits. With delayed scaling 8 bytes a parameter leaf and step of the history, on every rank.
 
     Raises:
-        FzeroValueError: unknown `scales` or `scaling`; a history of less than a step, or of current scaling; delayed scaling by row; from `compile`, a
-            device without such products, unless it is a CPU, which emulates them.
+        FzeroValueError: unknown `scales` or `scaling`; a history of less than a step, or of current scaling; delayed
+            scaling by row; from `compile`, a device without such products, unless it is a CPU, which emulates them.
         FzeroTypeError: a `where` that is no function.
-        TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot be multiplied so; a step without
-            any product that can be.
+        TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot
+            be multiplied so; a step without any product that can be.
 
-    Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep neural networks, 2022.
+    Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep
+        neural networks, 2022.
     """
     for name, value, known in (("scales", scales, SCALES), ("scaling", scaling, SCALING)):
         if value not in list(known):
-            raise FzeroValueError(message("fp8", f"unknown {name}={value!r}", fix=f"one of {', '.join(map(repr, known))}"))
+            raise FzeroValueError(
+                message("fp8", f"unknown {name}={value!r}", fix=f"one of {', '.join(map(repr, known))}")
+            )
     if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 1):
-        raise FzeroValueError(message("fp8", f"history={history!r} is no number of steps", fix=f"a whole number of at least 1, e.g. {HISTORY}"))
+        raise FzeroValueError(
+            message(
+                "fp8", f"history={history!r} is no number of steps", fix=f"a whole number of at least 1, e.g. {HISTORY}"
+            )
+        )
     if scaling == "current" and history is not None:
         raise FzeroValueError(
-            message("fp8", f"history={history}, but current scaling has none", fix=f'leave it out, or fp8(scaling="delayed", history={history})')
+            message(
+                "fp8",
+                f"history={history}, but current scaling has none",
+                fix=f'leave it out, or fp8(scaling="delayed", history={history})',
+            )
         )
     if scaling == "delayed" and scales == "row":
         fix = 'scales="tensor", or scaling="current": which row is large differs from step to step'
-        raise FzeroValueError(message("fp8", "a history has one number for an operand, and scales='row' asks for one a row", fix=fix))
+        raise FzeroValueError(
+            message("fp8", "a history has one number for an operand, and scales='row' asks for one a row", fix=fix)
+        )
     if problems := predicate("where", where):
-        raise FzeroTypeError(message("fp8", "these arguments cannot work", problems, "e.g. where=lambda path, leaf: 'head' not in path"))
+        raise FzeroTypeError(
+            message("fp8", "these arguments cannot work", problems, "e.g. where=lambda path, leaf: 'head' not in path")
+        )
     return applied(Fp8(scales, (history or HISTORY) if scaling == "delayed" else None, where), step)
 
 

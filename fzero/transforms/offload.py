@@ -1,7 +1,8 @@
-"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward, gradients on disk until their update. Acts on
-the leaf table and on the program.
+"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward, gradients on
+disk until their update. Acts on the leaf table and on the program.
 
-Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are placed by tiers.py.
+Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are
+placed by tiers.py.
 """
 
 from __future__ import annotations
@@ -46,11 +47,19 @@ class Offload(Transform):
             return "what rests where is chosen for all roles at once: name them in one"
         if both := [role for role in ROLES if role in self.of and role in other.of]:
             return f"{', '.join(both)}: one tensor sent to two tiers"
-        return "the files of a state lie in one place: give both the same path" if self.path and other.path and self.path != other.path else None
+        return (
+            "the files of a state lie in one place: give both the same path"
+            if self.path and other.path and self.path != other.path
+            else None
+        )
 
     def idle(self, step: EvalStep) -> str | None:
         masters = any(t.name == "mixed_precision" for t in step.transforms)  # which rest with the optimizer's state
-        return None if "params" in self.of or masters else "it has no optimizer state, and keeps no activations for a backward"
+        return (
+            None
+            if "params" in self.of or masters
+            else "it has no optimizer state, and keeps no activations for a backward"
+        )
 
     def takes(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
@@ -80,47 +89,56 @@ def offload(
     where: Where | None = None,
     update_on: str = "auto",
 ) -> Any:
-    """Keeps optimizer state, parameters, activations or gradients in host memory ("cpu") or on disk ("nvme") and brings them to where they are needed, when.
+    """Keeps optimizer state, parameters, activations or gradients in host memory ("cpu") or on disk ("nvme") and brings
+    them to where they are needed, when.
 
-    `offload("auto")` leaves open which of them rest where, and what share of each: `compile` and `lower` choose what is predicted to be fastest of what fits
-    `memory_budget`, `host_budget` and `disk_budget`, for a given batch. The step they then have is one with offloads as one could have written them.
+    `offload("auto")` leaves open which of them rest where, and what share of each: `compile` and `lower` choose what is
+    predicted to be fastest of what fits `memory_budget`, `host_budget` and `disk_budget`, for a given batch. The step
+    they then have is one with offloads as one could have written them.
 
-    Equal bit for bit to the same step without it, wherever the update runs in the same arithmetic: there is no staleness. Combines with every sharding:
-    each rank keeps its own shards. Two may be applied whose roles differ: parameters in host memory, optimizer state on disk.
+    Equal bit for bit to the same step without it, wherever the update runs in the same arithmetic: there is no
+    staleness. Combines with every sharding: each rank keeps its own shards. Two may be applied whose roles differ:
+    parameters in host memory, optimizer state on disk.
 
     Args:
-        step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An evaluation has no optimizer state
-            and keeps no activations: what is said of these does not apply to it.
+        step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An
+            evaluation has no optimizer state and keeps no activations: what is said of these does not apply to it.
         tier: "cpu", "nvme" or "auto"; by default "cpu".
-        of: "opt_state" (the default), "params", "activations", "gradients", or several; with "auto" those that may be moved, by default all. Under
-            `mixed_precision` the masters, which are only read to be cast, rest with the optimizer's state unless "params" says otherwise. "params" alone
-            leaves the optimizer's state on the device. "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a
+        of: "opt_state" (the default), "params", "activations", "gradients", or several; with "auto" those that may be
+            moved, by default all. Under `mixed_precision` the masters, which are only read to be cast, rest with the
+            optimizer's state unless "params" says otherwise. "params" alone leaves the optimizer's state on the device.
+            "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a
             disk: in host memory they wait wherever the plan finds that better.
-        path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and now. Each rank may have its own
-            (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others. What lies there is scratch of this run, never a checkpoint. "auto" uses
-            a disk if there is a path.
+        path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and
+            now. Each rank may have its own (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others.
+            What lies there is scratch of this run, never a checkpoint. "auto" uses a disk if there is a path.
         fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
-        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" lets the plan choose: the host updates all
-            blocks, none, or a part of them while the state of the others streams through the device, whichever it predicts to be fastest.
+        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" lets
+            the plan choose: the host updates all blocks, none, or a part of them while the state of the others streams
+            through the device, whichever it predicts to be fastest.
 
-    Communication: none between ranks. Per rank and step, over the link between host and device, of P parameters whose Adam state rests there: an update on
-        the host 4P bytes of gradients out (2P if they are reduced in bf16) and, under mixed precision, 2P in of what is computed with; in fp32, where
-        parameters rest on the device, these travel too, 4P each way. It moves 28P through host memory. An update on the device 8P each way, 12P with
-        masters. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on disk is read and
-        written once, 8P bytes each way, 12P with masters or parameters, and gradients on disk, 4P (2P); what the vjp has read is not read again. Twice that
-        of state in a step that guessed wrongly that nothing is clipped; within a host budget an update of state in host memory may be on a guess, too, and
-        then moves 24P more (docs/transforms/offload.md).
-    Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step the buffers of the blocks that are
-        under way. On disk it takes no host memory at rest either, and with clipping by the global norm twice its bytes. On a mesh whose device is the CPU,
-        host and device are one memory: "cpu" saves nothing.
+    Communication: none between ranks. Per rank and step, over the link between host and device, of P parameters whose
+        Adam state rests there: an update on the host 4P bytes of gradients out (2P if they are reduced in bf16) and,
+        under mixed precision, 2P in of what is computed with; in fp32, where parameters rest on the device, these
+        travel too, 4P each way. It moves 28P through host memory. An update on the device 8P each way, 12P with
+        masters. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per
+        micro-batch. State on disk is read and written once, 8P bytes each way, 12P with masters or parameters, and
+        gradients on disk, 4P (2P); what the vjp has read is not read again. Twice that of state in a step that guessed
+        wrongly that nothing is clipped; within a host budget an update of state in host memory may be on a guess, too,
+        and then moves 24P more (docs/transforms/offload.md).
+    Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step
+        the buffers of the blocks that are under way. On disk it takes no host memory at rest either, and with clipping
+        by the global norm twice its bytes. On a mesh whose device is the CPU, host and device are one memory: "cpu"
+        saves nothing.
 
     Raises:
-        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot hold a role (activations on disk,
-            gradients in host memory);
-            a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small, with the numbers.
-        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters; when the program is built, gradients
-            on disk that a loop over micro-batches adds up.
+        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot
+            hold a role (activations on disk, gradients in host memory);
+            a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small,
+            with the numbers.
+        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters;
+            when the program is built, gradients on disk that a loop over micro-batches adds up.
 
     Example:
         >>> import torch, fzero as fz
@@ -128,8 +146,8 @@ def offload(
         >>> [str(t) for t in fz.offload("nvme", ("opt_state", "params"), path="/scratch")(step).transforms]
         ["offload('nvme', ('opt_state', 'params'), path='/scratch')"]
 
-    Papers: Ren et al., ZeRO-Offload: democratizing billion-scale model training, USENIX ATC 2021; Rajbhandari et al., ZeRO-Infinity: breaking the GPU memory
-        wall for extreme scale deep learning, SC 2021.
+    Papers: Ren et al., ZeRO-Offload: democratizing billion-scale model training, USENIX ATC 2021; Rajbhandari et al.,
+        ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning, SC 2021.
     """
     problems = []
     if isinstance(step, str):
@@ -153,9 +171,15 @@ def offload(
     if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
         problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
     if tier == "nvme" and "activations" in roles:
-        problems.append("of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to 'cpu'")
+        problems.append(
+            "of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to "
+            "'cpu'"
+        )
     if tier == "cpu" and "gradients" in roles:
-        problems.append("of='gradients': in host memory they wait without being told to, where the plan finds room: send them to 'nvme'")
+        problems.append(
+            "of='gradients': in host memory they wait without being told to, where the plan finds room: send them to "
+            "'nvme'"
+        )
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
     elif tier == "auto" and fraction != 1:
@@ -164,16 +188,30 @@ def offload(
     if update_on not in SIDES:
         problems.append(f"update_on={update_on!r}: not one of {', '.join(map(repr, SIDES))}")
     elif update_on != "auto" and "opt_state" not in roles:
-        problems.append(f"update_on={update_on!r}: the update runs where the optimizer's state rests, which is not offloaded here")
+        problems.append(
+            f"update_on={update_on!r}: the update runs where the optimizer's state rests, which is not offloaded here"
+        )
     if problems:
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
         raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
-    return applied(Offload(str(tier), ordered, tuple(os.fspath(p) for p in paths), float(fraction), where, update_on, os.getcwd() if paths else ""), step)
+    return applied(
+        Offload(
+            str(tier),
+            ordered,
+            tuple(os.fspath(p) for p in paths),
+            float(fraction),
+            where,
+            update_on,
+            os.getcwd() if paths else "",
+        ),
+        step,
+    )
 
 
 class Tiers(NamedTuple):
-    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it waits, its gradient, unless the plan says
+    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it
+    waits, its gradient, unless the plan says
     so: each one of `layout.TIERS`."""
 
     param: str
@@ -183,7 +221,10 @@ class Tiers(NamedTuple):
 
 
 def tiers_of(
-    records: Sequence[Offload], params: Sequence[Leaf], ties: Sequence[int] | None = None, casts: Callable[[Leaf], bool] = lambda leaf: False
+    records: Sequence[Offload],
+    params: Sequence[Leaf],
+    ties: Sequence[int] | None = None,
+    casts: Callable[[Leaf], bool] = lambda leaf: False,
 ) -> list[Tiers]:
     """Of each parameter the tier it rests on, and those of what goes with it.
 
@@ -191,7 +232,8 @@ def tiers_of(
         records: those of a step.
         params: its parameters, in leaf order.
         ties: of each the first that is the same tensor, and which it follows; by default none is another's.
-        casts: whether a parameter is a master: computed in another dtype than it rests in. Masters rest with their optimizer state.
+        casts: whether a parameter is a master: computed in another dtype than it rests in. Masters rest with their
+            optimizer state.
 
     Of two records for one role, which only "auto" makes, the second takes its fraction of what the first one leaves.
     """
@@ -200,7 +242,9 @@ def tiers_of(
     by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}, "gradients": {}}
     for record in records:
         for role in (role for role in record.of if role in by_role):
-            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]  # an integer has no optimizer state, and no gradient
+            held = [
+                i for i in distinct if role == "params" or params[i].dtype.is_floating_point
+            ]  # an integer has no optimizer state, and no gradient
             held = [i for i in held if i not in by_role[role] and params[i].role != "mutable"]
             by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
     out = []
@@ -225,7 +269,8 @@ def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> l
 
 
 def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which of these to take for a fraction of their sum, one after the other: each if that brings the share so far closest to it.
+    """Which of these to take for a fraction of their sum, one after the other: each if that brings the share so far
+    closest to it.
 
     Example:
         >>> spread_out([4, 4, 4, 4], 0.5)

@@ -1,8 +1,9 @@
-"""mixed_precision: compute in one dtype, keep the masters and reduce in another. Acts on the functions, before the trace.
+"""mixed_precision: compute in one dtype, keep the masters and reduce in another. Acts on the functions, before the
+trace.
 
-The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the dtype of
-the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With float16 the loss is
-scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
+The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the
+dtype of the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With
+float16 the loss is scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
 """
 
 from __future__ import annotations
@@ -51,19 +52,27 @@ class MixedPrecision(Transform):
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
-        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts. One that the loss function returns anew is not."""
+        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts. One that the loss
+        function returns anew is not."""
         if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
-        return self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+        return (
+            self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+        )
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
-        return leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.compute]
+        return (
+            leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.compute]
+        )
 
     def reduce_dtype(self, leaf: Leaf) -> torch.dtype:
-        return leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.reduce]
+        return (
+            leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.reduce]
+        )
 
     def casts(self, leaf: Leaf) -> bool:
-        """Whether a leaf as it rests is computed in another dtype, or was before it was moved to a safer one: how it rests does not change."""
+        """Whether a leaf as it rests is computed in another dtype, or was before it was moved to a safer one: how it
+        rests does not change."""
         return self.selects(leaf) and DTYPES[self.compute] != leaf.dtype
 
     def resting_dtype(self, leaf: Leaf) -> torch.dtype:
@@ -81,7 +90,9 @@ class MixedPrecision(Transform):
         if wrong:
             supported = ", ".join(repr(name) for name, dtype in DTYPES.items() if computes_in(device, dtype))
             kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            raise FzeroValueError(message(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}"))
+            raise FzeroValueError(
+                message(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}")
+            )
 
     def __str__(self) -> str:
         shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
@@ -119,60 +130,73 @@ def mixed_precision(
 ) -> Any:
     """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
 
-    The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast back.
-    Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts itself
-    (`logits.float()` before a cross entropy). Integer leaves are never cast.
+    The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast
+    back. Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts
+    itself (`logits.float()` before a cross entropy). Integer leaves are never cast.
 
-    With `where`, a leaf that it refuses is as without this transform: it rests, is computed with and is reduced in its own dtype. A block computes in
-    the dtype of its parameters: if they have one, floating-point arguments in another are cast to it at the block's entrance. So a norm
-    or a head whose leaves are refused runs in full precision, and the block after it does not.
+    With `where`, a leaf that it refuses is as without this transform: it rests, is computed with and is reduced in its
+    own dtype. A block computes in the dtype of its parameters: if they have one, floating-point arguments in another
+    are cast to it at the block's entrance. So a norm or a head whose leaves are refused runs in full precision, and the
+    block after it does not.
 
-    With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If one of them, after
-    all reductions, is not finite, on whichever rank or in whichever micro-batch it arose, the step is skipped on every rank: parameters, optimizer state
-    (with the count that schedules go by) and step count keep their bits, and the next step draws with the same key. The scale moves as
-    `LossScale` says; it rests in `state.extras["loss_scale"]`, and checkpoints have it.
+    With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If
+    one of them, after all reductions, is not finite, on whichever rank or in whichever micro-batch it arose, the step
+    is skipped on every rank: parameters, optimizer state (with the count that schedules go by) and step count keep
+    their bits, and the next step draws with the same key. The scale moves as `LossScale` says; it rests in
+    `state.extras["loss_scale"]`, and checkpoints have it.
 
-    With "auto" the step begins in `start`, is watched, and counts for each block how often it overflows, or more than half of its gradient, zeros aside,
-    underflows. When a step is built, that is by a `compile` whose state is restored, or for a batch of another shape, the blocks whose count has reached its
-    limit compute in fp32 from then on: the log and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where,
-    does not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them. `train.step` is the step as it was built.
-    Code outside blocks stays as it is, and must itself cast what it multiplies: a moved block returns fp32.
+    With "auto" the step begins in `start`, is watched, and counts for each block how often it overflows, or more than
+    half of its gradient, zeros aside, underflows. When a step is built, that is by a `compile` whose state is restored,
+    or for a batch of another shape, the blocks whose count has reached its limit compute in fp32 from then on: the log
+    and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where, does
+    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them. `train.step`
+    is the step as it was built. Code outside blocks stays as it is, and must itself cast what it multiplies: a moved
+    block returns fp32.
 
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
         compute: "bf16", "fp16", "fp32" or "auto".
         params: dtype in which parameters rest. Optimizer state is float32.
         reduce: dtype in which gradients cross the wire and are accumulated.
-        rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there; see
-            `optim.stochastic_round`) or "nearest", which loses updates smaller than 1/512 of a parameter. What is drawn is a function of the state's key, the
-            step, and the element's place in the whole leaf: the same on every mesh and tier.
-        outputs: dtype of the floating-point values that the caller gets of his own function: the loss and `aux` in the metrics, what an evaluation returns.
+        rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there;
+            see `optim.stochastic_round`) or "nearest", which loses updates smaller than 1/512 of a parameter. What is
+            drawn is a function of the state's key, the step, and the element's place in the whole leaf: the same on
+            every mesh and tier.
+        outputs: dtype of the floating-point values that the caller gets of his own function: the loss and `aux` in the
+            metrics, what an evaluation returns.
             None: as the function returns them; means in float32.
-        loss_scale: "dynamic", which is the default where "fp16" is computed or reduced in; a `LossScale`; or a number, a scale that never moves.
-        loss_scale_at_minimum: what an overflow does when the scale cannot be lowered any more: "warn", once, and go on with the metric
-            `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs behind the host, in the next.
+        loss_scale: "dynamic", which is the default where "fp16" is computed or reduced in; a `LossScale`; or a number,
+            a scale that never moves.
+        loss_scale_at_minimum: what an overflow does when the scale cannot be lowered any more: "warn", once, and go on
+            with the metric `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs behind the host,
+            in the next.
         where: predicate `(path, leaf)` of the parameters it is about, by default all. `leaf` is a meta tensor.
         watch: whether the metrics have statistics of each block. "auto" always has them.
-        start: the dtype that "auto" begins in: "bf16", "fp16", or by default bf16 where the device computes in it and fp16, with a loss scale, where not.
+        start: the dtype that "auto" begins in: "bf16", "fp16", or by default bf16 where the device computes in it and
+            fp16, with a loss scale, where not.
 
-    Metrics: with a loss scale `loss_scale`, that of this step; `skipped`, whether it was; `loss_scale_at_minimum`. `finite` says so of loss and gradients,
-        as without it. Watched, `precision`: vectors, float32[num_blocks], whose entries are the blocks of `train.blocks`, in the order of the forward, and last
-        the code outside blocks. `grad_norm` and `grad_max`: of the gradients of a block's parameters, unscaled; a parameter that several blocks take is the
-        first one's. `underflow`: the share of the elements of that gradient which are below the smallest normal number of the dtype it is computed in, zeros
-        included, of the scaled one where the loss is; `zero`: of zeros. `output_max`: the largest absolute value of a block's outputs, over all ranks
-        and micro-batches; of the code outside blocks, the loss. A nan counts as inf.
-    Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow is found in the norm that is
-        a metric anyway: nothing more is sent. Watched: 4 bytes a block, reduced by themselves; where gradients are sharded, for each leaf 8 bytes with those of
-        the norm and 4 more by themselves.
-    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the optimizer's memory: with
-        `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute` (2 bytes a parameter) exists during the step only.
-        A loss scale: 28 bytes. The counts of "auto": 8 bytes a leaf.
+    Metrics: with a loss scale `loss_scale`, that of this step; `skipped`, whether it was; `loss_scale_at_minimum`.
+        `finite` says so of loss and gradients, as without it. Watched, `precision`: vectors, float32[num_blocks], whose
+        entries are the blocks of `train.blocks`, in the order of the forward, and last the code outside blocks.
+        `grad_norm` and `grad_max`: of the gradients of a block's parameters, unscaled; a parameter that several blocks
+        take is the first one's. `underflow`: the share of the elements of that gradient which are below the smallest
+        normal number of the dtype it is computed in, zeros included, of the scaled one where the loss is; `zero`: of
+        zeros. `output_max`: the largest absolute value of a block's outputs, over all ranks and micro-batches; of the
+        code outside blocks, the loss. A nan counts as inf.
+    Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow
+        is found in the norm that is a metric anyway: nothing more is sent. Watched: 4 bytes a block, reduced by
+        themselves; where gradients are sharded, for each leaf 8 bytes with those of the norm and 4 more by themselves.
+    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the
+        optimizer's memory: with `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute`
+        (2 bytes a parameter) exists during the step only. A loss scale: 28 bytes. The counts of "auto": 8 bytes a leaf.
 
     Raises:
-        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or one that no block can be moved from; a rounding where parameters do not
-            rest in bf16; a loss scale that is not above 0, or one where nothing is in fp16: bf16 has the range of fp32; from `compile`, a dtype that the
-            device does not compute in, with those it does.
-        TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where` accepts one path and not another.
+        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or one that no block can be moved from;
+            a rounding where parameters do not rest in bf16; a loss scale that is not above 0, or one where nothing is
+            in fp16: bf16 has the range of fp32; from `compile`, a dtype that the device does not compute in, with those
+            it does.
+        TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where`
+            accepts one path and not another.
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -182,36 +206,71 @@ def mixed_precision(
     auto = compute == "auto"
     if auto:
         compute = start or "auto"
-    dtypes = {"compute": compute, "params": params, "reduce": reduce, **({} if outputs is None else {"outputs": outputs})}
-    unknown = [f"{what}={value!r}" for what, value in dtypes.items() if value not in list(DTYPES) and (what, value) != ("compute", "auto")]
+    dtypes = {
+        "compute": compute,
+        "params": params,
+        "reduce": reduce,
+        **({} if outputs is None else {"outputs": outputs}),
+    }
+    unknown = [
+        f"{what}={value!r}"
+        for what, value in dtypes.items()
+        if value not in list(DTYPES) and (what, value) != ("compute", "auto")
+    ]
     if unknown:
         raise FzeroValueError(
-            message("mixed_precision", "unknown dtype", unknown, f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8")
+            message(
+                "mixed_precision",
+                "unknown dtype",
+                unknown,
+                f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8",
+            )
         )
     if wrong := predicate("where", where):
-        raise FzeroTypeError(message("mixed_precision", "these arguments cannot work", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"))
+        raise FzeroTypeError(
+            message(
+                "mixed_precision", "these arguments cannot work", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"
+            )
+        )
     scaled = "fp16" in (compute, reduce) or compute == "auto"
-    problems = [] if loss_scale_at_minimum in AT_MINIMUM else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
+    problems = (
+        []
+        if loss_scale_at_minimum in AT_MINIMUM
+        else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
+    )
     problems += _not_a_scale(loss_scale)
     if not scaled and not problems:
         given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", loss_scale_at_minimum, "warn")]
-        problems += [f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one" for what, x, default in given if x != default]
+        problems += [
+            f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one"
+            for what, x, default in given
+            if x != default
+        ]
     fixes = ["'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"] if problems else []
     if unrounded := _not_a_rounding(rounding, params):
         problems, fixes = problems + unrounded, [*fixes, 'rounding="stochastic" or "nearest", with params="bf16"']
     if unwatched := _not_a_watch(watch, start, auto):
-        problems, fixes = problems + unwatched, [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"']
+        problems, fixes = (
+            problems + unwatched,
+            [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'],
+        )
     if problems:
         raise FzeroValueError(message("mixed_precision", "these arguments cannot work", problems, "; ".join(fixes)))
     if params == "bf16":
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
     found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
-    return applied(MixedPrecision(compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto, auto), step)
+    return applied(
+        MixedPrecision(
+            compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto, auto
+        ),
+        step,
+    )
 
 
 def begun(step: Step | EvalStep, device: torch.device | None) -> Any:
-    """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one that computes in bf16."""
+    """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one
+    that computes in bf16."""
 
     def begin(record: Transform) -> Transform:
         if not isinstance(record, MixedPrecision) or record.compute != "auto":

@@ -1,9 +1,9 @@
 """remat: what a block keeps from its forward for its backward. Acts on the program.
 
-In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's joint
-graph in two (fzero/passes/split.py): the forward returns saved values beside its outputs, the vjp takes them. What is a view of a parameter is
-never kept, whatever the policy: it would keep the gathered parameter alive. The last block is not split: its vjp follows its forward at
-once, and both are one function (fzero/passes/fuse.py).
+In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's
+joint graph in two (fzero/passes/split.py): the forward returns saved values beside its outputs, the vjp takes them.
+What is a view of a parameter is never kept, whatever the policy: it would keep the gathered parameter alive. The last
+block is not split: its vjp follows its forward at once, and both are one function (fzero/passes/fuse.py).
 """
 
 from __future__ import annotations
@@ -31,29 +31,43 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
 
     Args:
         step: a step, or the policy when called without one: `remat("full")`, `remat(0.5)`.
-        policy: "full" keeps only the inputs of a block and recomputes the rest; "none" keeps everything the backward reads;
-            "min_cut", also the default of a step without `remat`, keeps the cut of the block's graph that holds the fewest bytes among those
-            whose recomputation is cheap (no matrix product is repeated).
-            A number from 0.0 to 1.0 is the share, in bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the choice
-            that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never recomputes more.
-            "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a budget it is "min_cut".
+        policy: "full" keeps only the inputs of a block and recomputes the rest; "none" keeps everything the backward
+            reads; "min_cut", also the default of a step without `remat`, keeps the cut of the block's graph that holds
+            the fewest bytes among those whose recomputation is cheap (no matrix product is repeated).
+            A number from 0.0 to 1.0 is the share, in bytes, of what "none" keeps beyond a block's inputs: of all that
+            keeps no more, the choice that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is
+            "full". More never recomputes more. "auto" leaves the share to the memory budget of `fz.compile`, in steps
+            of 1/16; without a budget it is "min_cut".
 
-    Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy, but for the last block.
-    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds besides
-        at most f times what "none" does. The last block keeps nothing under any policy: its forward and backward are one function.
+    Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy,
+        but for the last block.
+    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds
+        besides at most f times what "none" does. The last block keeps nothing under any policy: its forward and
+        backward are one function.
 
     Raises:
         FzeroValueError: an unknown policy, or a number that is no fraction.
 
-    Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor rematerialization, ICLR 2021, for
-        choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023, for the cut.
+    Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor
+        rematerialization, ICLR 2021, for choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in
+        checkpointing by being fusion aware, MLSys 2023, for the cut.
     """
     if isinstance(step, (str, int, float)):
         step, policy = None, step
     if isinstance(policy, (int, float)) and not isinstance(policy, bool):
         if not 0.0 <= policy <= 1.0:
-            raise FzeroValueError(message("remat", f"keeps a share of activation memory, from 0.0 to 1.0, not {policy}", fix="e.g. remat(0.5)"))
+            raise FzeroValueError(
+                message(
+                    "remat", f"keeps a share of activation memory, from 0.0 to 1.0, not {policy}", fix="e.g. remat(0.5)"
+                )
+            )
         policy = float(policy)
     elif policy not in POLICIES:
-        raise FzeroValueError(message("remat", f"unknown policy {policy!r}", fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)"))
+        raise FzeroValueError(
+            message(
+                "remat",
+                f"unknown policy {policy!r}",
+                fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)",
+            )
+        )
     return applied(Remat(policy), step)

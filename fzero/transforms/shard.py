@@ -1,4 +1,5 @@
-"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one pass: fzero/passes/shard.py."""
+"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one pass:
+fzero/passes/shard.py."""
 
 from __future__ import annotations
 
@@ -87,10 +88,11 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
     Args:
         step: a step; without one a transform is returned.
         axis: the mesh axis; the batch is cut along it too.
-        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta tensor.
+        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta
+            tensor.
 
-    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes sent per rank and step in
-        fp32, the volume of `data_parallel`.
+    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
+        sent per rank and step in fp32, the volume of `data_parallel`.
     Memory: at rest 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
 
     Raises:
@@ -105,11 +107,13 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
 def shard_grads(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
-    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's sum leaves, once a step.
+    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's
+    sum leaves, once a step.
 
     Args: as `shard_opt_state`.
 
-    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n, vertical=True)`.
+    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n,
+        vertical=True)`.
     Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
 
     Raises: as `shard_opt_state`.
@@ -126,12 +130,14 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
         step: a training or evaluation step; without one a transform is returned.
         axis: the mesh axis; the batch is cut along it too.
         where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
-            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are always whole.
+            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are
+            always whole.
 
-    Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype, and
-        reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch under `accumulate` unless `vertical`.
-    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most two blocks'
-        gathered parameters and one block's gradients besides.
+    Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
+        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
+        under `accumulate` unless `vertical`.
+    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
+        two blocks' gathered parameters and one block's gradients besides.
 
     Raises: as `shard_opt_state`.
 
@@ -148,7 +154,11 @@ def _checked(record: Parallel) -> Parallel:
         record = replace(record, axis=record.axis[0])
     several = isinstance(record.axis, tuple) and bool(record.axis) and record.stage
     of_names = all(isinstance(a, str) and a for a in (record.axis if several else (record.axis,)))
-    what = "the name of an axis, or a tuple of names, the first of which cuts first" if record.stage else "the name of one axis"
+    what = (
+        "the name of an axis, or a tuple of names, the first of which cuts first"
+        if record.stage
+        else "the name of one axis"
+    )
     problems = [] if of_names else [f"axis={record.axis!r}: {record.name} takes {what}"]
     if of_names and several and len({*record.axis}) < len(record.axis):
         problems.append(f"axis={record.axis!r}: an axis is named twice")
@@ -179,7 +189,8 @@ class Zero:
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
-        """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one, that has most."""
+        """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one,
+        that has most."""
         cut = lambda r: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1)  # noqa: E731
         found = {r.stage: cut(r) for r in self.records if r.stage and r.shards(leaf)}
         finest = max(found.values(), key=len, default=())
@@ -212,14 +223,26 @@ class Zero:
     def check(self) -> None:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if not {*r.axes} <= {*self.mesh.axes}]
         if problems:
-            raise FzeroValueError(message(self.records[0].name, "unknown mesh axis", problems, "name an axis of the mesh: axis='data', or make_mesh(data=...)"))
+            raise FzeroValueError(
+                message(
+                    self.records[0].name,
+                    "unknown mesh axis",
+                    problems,
+                    "name an axis of the mesh: axis='data', or make_mesh(data=...)",
+                )
+            )
         if self.once:
             self._check_once(self.once)
         named = {a for r in self.records for a in r.axes}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(
-                message("compile", "no transform uses a mesh axis", idle, f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it")
+                message(
+                    "compile",
+                    "no transform uses a mesh axis",
+                    idle,
+                    f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
+                )
             )
 
     def _check_once(self, once: OnceAStep) -> None:
@@ -232,8 +255,15 @@ class Zero:
         elif cut:
             others = [a for a in self.mesh.axes if a != axis]
             what = f"{axis!r} cuts first: gathered over it parameters would be whole until the step ends"
-            fix = f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep parameters whole: fz.shard_grads"
+            fix = (
+                f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
+                f"parameters whole: fz.shard_grads"
+            )
         else:
-            what = f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
+            what = (
+                f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
+            )
             fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
-        raise FzeroValueError(message("once_a_step", f"does nothing over axis {axis!r}", [what, *(f"{r}" for r in self.records)], fix))
+        raise FzeroValueError(
+            message("once_a_step", f"does nothing over axis {axis!r}", [what, *(f"{r}" for r in self.records)], fix)
+        )

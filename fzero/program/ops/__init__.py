@@ -42,7 +42,11 @@ def misformed(line: Line) -> list[str]:
     types = {**row.needs, **row.may}
     problems += [f"has no attribute {name!r}" for name in row.needs if name not in line.attrs]
     problems += [f"has an unknown attribute {name!r}" for name in line.attrs if name not in types]
-    problems += [f"{name} = {x!r} is not a {types[name].__name__}" for name, x in line.attrs.items() if name in types and not isinstance(x, types[name])]
+    problems += [
+        f"{name} = {x!r} is not a {types[name].__name__}"
+        for name, x in line.attrs.items()
+        if name in types and not isinstance(x, types[name])
+    ]
     return problems
 
 
@@ -57,7 +61,8 @@ def is_skipped(line: Line) -> bool:
 
 
 def turns(line: Line) -> int:
-    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the next; a redo once."""
+    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the
+    next; a redo once."""
     return OPS[line.op].turns(line) if line.body else 0
 
 
@@ -70,12 +75,15 @@ def from_to(line: Line) -> tuple[str, str]:
 
 def batch_axes_of(program: Program) -> tuple[str, ...]:
     """The axes that a program counts the parts of the batch along."""
-    return next((tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == values.PartIndex.name), ())
+    return next(
+        (tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == values.PartIndex.name), ()
+    )
 
 
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
-    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather or to reduce-scatter, twice that to
-    all-reduce. A copy between tiers moves what the rank has of its values; between host and device nothing, where they are one memory."""
+    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather
+    or to reduce-scatter, twice that to all-reduce. A copy between tiers moves what the rank has of its values; between
+    host and device nothing, where they are one memory."""
     return STARTS[line.op].moved_bytes(line, named, mesh)
 
 

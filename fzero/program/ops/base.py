@@ -1,8 +1,9 @@
 """What there is to know of an op: the class that every op's row in the table is one of.
 
-A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views, the pool), where it computes, the bytes it
-touches or sends (cost), its text (show), how it runs (execute), what it means (the interpreter) and what its results stand for (blame). A new op is a new
-row, and the rewrite that makes lines of it.
+A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views,
+the pool), where it computes, the bytes it touches or sends (cost), its text (show), how it runs (execute), what it
+means (the interpreter) and what its results stand for (blame). A new op is a new row, and the rewrite that makes lines
+of it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Running(Protocol):
     batch_axes: tuple[str, ...]
 
     def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]: ...
-    def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]: ...
+    def wait(
+        self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
+    ) -> Sequence[torch.Tensor]: ...
 
 
 class Told(Protocol):
@@ -102,13 +105,15 @@ class Op:
         needs: attributes that each line of it has, with their types.
         may: attributes that it can have besides.
         body: whether it has lines of its own.
-        computes: where: on the "device"; "said" by its attribute `on`; "there", where its first argument lies; "" nowhere.
+        computes: where: on the "device"; "said" by its attribute `on`; "there", where its first argument lies; ""
+            nowhere.
         between: what a start moves values between: "ranks", "tiers", or "" of what is no start.
         waits: whether it takes the handle of a start.
-        settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA the device alone waits, so these do
-            before they write.
+        settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
+            the device alone waits, so these do before they write.
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
-        pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results" or "".
+        pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
+            "fetch", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
         outlives: whether its results are read after the loop that it is in, and grow with each turn.
         makes_own: whether its results share memory with nothing.
@@ -141,12 +146,17 @@ class Op:
         raise NotImplementedError(self.name)
 
     def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
-        """Whether a line is meant to read what was written: a gather and a copy of new values do, the targets of an assignment are."""
+        """Whether a line is meant to read what was written: a gather and a copy of new values do, the targets of an
+        assignment are."""
         return False
 
     def on_host(self, line: Line, first: Value | None) -> bool:
         """Whether the host computes a line, whose first argument this is."""
-        return line.attrs.get("on") == "host" if self.computes == "said" else self.computes == "there" and first is not None and first.tier == "host"
+        return (
+            line.attrs.get("on") == "host"
+            if self.computes == "said"
+            else self.computes == "there" and first is not None and first.tier == "host"
+        )
 
     def turns(self, line: Line) -> int:
         """How often to go through the lines of its own to see what it can do."""
@@ -155,7 +165,8 @@ class Op:
     # --- memory, bytes and time ---
 
     def shares(self, line: Line) -> Iterable[tuple[str, str]]:
-        """Its results that may lie in the memory of an argument, each with that argument. Of a call its function says more."""
+        """Its results that may lie in the memory of an argument, each with that argument. Of a call its function says
+        more."""
         return ()
 
     def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
@@ -197,10 +208,20 @@ class Start(Op):
 
     out = 1
     computes = ""
-    reads_until_wait: ClassVar[bool] = True  # it reads where its arguments lie; a reduction reads their copies in the pool
-    holds_device_only: ClassVar[bool] = False  # its wait holds up the device alone: the host goes on while the transfer still reads there
-    tree: ClassVar[bool] = False  # whether its messages, where they are small, go up and down a tree instead of around a ring
-    hoisted: ClassVar[str] = ""  # where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is made, or where it is
+    reads_until_wait: ClassVar[bool] = (
+        True  # it reads where its arguments lie; a reduction reads their copies in the pool
+    )
+    holds_device_only: ClassVar[bool] = (
+        False  # its wait holds up the device alone: the host goes on while the transfer still reads there
+    )
+    tree: ClassVar[bool] = (
+        False  # whether its messages, where they are small, go up and down a tree instead of around a ring
+    )
+    hoisted: ClassVar[str] = (
+        # where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is made, or
+        # where it is
+        ""
+    )
 
     def channel(self, line: Line) -> str:
         """The queue that it joins."""
@@ -225,7 +246,9 @@ class Start(Op):
         """How a value relates to the mesh when it has arrived."""
         return placement
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         """What its wait hands out, of what was moved."""
         raise NotImplementedError(self.name)
 
@@ -237,7 +260,8 @@ class Start(Op):
 
 
 def called(line: Line) -> str:
-    """What a line calls: its function, or its op; through `guess`, where it is not carried out unless the step guesses."""
+    """What a line calls: its function, or its op; through `guess`, where it is not carried out unless the step
+    guesses."""
     return f"guess({line.fn or line.op})" if line.attrs.get("guess") else line.fn or line.op
 
 

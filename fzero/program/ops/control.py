@@ -21,7 +21,8 @@ JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Update(Op):
-    """The whole optimizer, before it is cut into functions: places for the arguments, a result for each leaf it writes and each value it makes."""
+    """The whole optimizer, before it is cut into functions: places for the arguments, a result for each leaf it writes
+    and each value it makes."""
 
     name = "update"
     in_text = False
@@ -33,7 +34,10 @@ class Update(Op):
         graph = line.attrs["graph"]
         counts = len(args), len(line.writes) + len(line.out)
         if counts != (len(graph.inputs), len(graph.outputs)):
-            rules.bad(line, f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}")
+            rules.bad(
+                line,
+                f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}",
+            )
         read = {*line.attrs["sums"], *line.attrs["maxima"], *line.attrs["grads"].values(), *line.writes}
         for name in sorted(read - {*line.args}):
             rules.bad(line, f"{name} is not among its arguments")
@@ -63,7 +67,8 @@ class Loop(Op):
 
 
 class Redo(Op):
-    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they differ (fzero/passes/speculate.py)."""
+    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they
+    differ (fzero/passes/speculate.py)."""
 
     name = "redo"
     out = 0
@@ -116,10 +121,14 @@ class Accumulate(Op):
         return 3 * local_bytes(line.out[0], mesh)
 
     def text(self, line: Line, program: Program) -> Text:
-        return Text(f"accumulate({', '.join([line.out[0].name, line.args[0], *join_text(line), *into(line, program)])})")
+        return Text(
+            f"accumulate({', '.join([line.out[0].name, line.args[0], *join_text(line), *into(line, program)])})"
+        )
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def accumulate(total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+        def accumulate(
+            total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum"
+        ) -> torch.Tensor:
             return into[0].copy_(part) if total is None else JOINS[op](total, part)
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
@@ -163,7 +172,9 @@ class Add(Op):
         return Text(f"add({', '.join([totals, parts, *join_text(line)])})", "in place", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum") -> Sequence[torch.Tensor]:
+        def add(
+            totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum"
+        ) -> Sequence[torch.Tensor]:
             return [JOINS[op](total, part) for total, part in zip(totals, parts, strict=True)]
 
         return on.tiers.settled(add, lambda *args: args[0])

@@ -1,4 +1,5 @@
-"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for either."""
+"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for
+either."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _starts(line: Line, rules: Rules) -> None:
 
 
 class Collective(Start):
-    """Over a mesh axis: what is to go over several goes over one after the other. Bytes are those of ring algorithms."""
+    """Over a mesh axis: what is to go over several goes over one after the other. Bytes are those of ring
+    algorithms."""
 
     needs = {"axes": tuple}
     may = MICRO
@@ -50,7 +52,8 @@ class Collective(Start):
         return f"reduce:{','.join(line.attrs['axes'])}"
 
     def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Of what the ranks along the axis have together: the whole, or where that is cut over other axes a part of it."""
+        """Of what the ranks along the axis have together: the whole, or where that is cut over other axes a part of
+        it."""
         n, axis = mesh.axis_size(line.attrs["axes"]), {*line.attrs["axes"]}
         others = (mesh.axis_size(tuple(a for a in values[x].placement.axes if a not in axis)) for x in line.args)
         return sum(values[a].nbytes // size for a, size in zip(line.args, others, strict=True)) * (n - 1) // n
@@ -68,7 +71,9 @@ class Collective(Start):
         told.started[line.out[0].name] = line, [x.clone() for x in args]
         return [args[0].new_empty(0)]
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs["axes"]
         for x in moved:
             told.reduce(x, line.attrs["op"], axis)
@@ -76,7 +81,8 @@ class Collective(Start):
 
 
 class AllGather(Collective):
-    """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over these."""
+    """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over
+    these."""
 
     name = "all_gather_start"
     pool = "gather"
@@ -95,14 +101,17 @@ class AllGather(Collective):
         left = placement.axes[:-1]
         return Placement("shard", left, grid=placement.grid or placement.axes) if left else WHOLE
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs["axes"]
         gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
         return [x if v.placement.kind == "shard" else x[: v.numel].view(v.shape) for x, v in gathered]
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum. Those that are shards are cut further. `grid`: the axes that a whole is padded for, if they are more."""
+    """Summands to this rank's shard of their sum. Those that are shards are cut further. `grid`: the axes that a whole
+    is padded for, if they are more."""
 
     name = "reduce_scatter_start"
     needs = {"axes": tuple, "op": str}
@@ -117,9 +126,14 @@ class ReduceScatter(Collective):
         axes = tuple(line.attrs["axes"])
         return placement.cut(axes, line.attrs.get("grid", ())).left(a for a in placement.partial if a not in axes)
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         sources = (told.program.values_by_name[a] for a in line.args)
-        return [told.cut(x, source, v) for x, source, v in zip(super().handed_out(line, moved, out, told), sources, out, strict=True)]
+        return [
+            told.cut(x, source, v)
+            for x, source, v in zip(super().handed_out(line, moved, out, told), sources, out, strict=True)
+        ]
 
 
 class AllReduce(Collective):
@@ -141,7 +155,8 @@ class AllReduce(Collective):
 
 
 class Copy(Start):
-    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the values for them."""
+    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
+    values for them."""
 
     writes = True
     may = {**GUESS, **MICRO, "memory": str}
@@ -204,7 +219,9 @@ class Copy(Start):
         told.started[line.out[0].name] = line, moved
         return [args[0].new_empty(0)]
 
-    def handed_out(self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told) -> Sequence[torch.Tensor]:
+    def handed_out(
+        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
         return moved if out else ()
 
 
@@ -329,5 +346,7 @@ class Wait(Op):
             of.reduced(value.name, source, axes)
 
 
-STARTS: Mapping[str, Start] = {row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())}
+STARTS: Mapping[str, Start] = {
+    row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
+}
 ROWS: Sequence[Op] = (*STARTS.values(), Wait())

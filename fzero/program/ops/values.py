@@ -1,4 +1,5 @@
-"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the micro-batches."""
+"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the
+micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +12,22 @@ import torch
 from fzero.mesh import AbstractMesh
 from fzero.operators import scaled_matmul
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value, local_bytes
-from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Text, Told, called, dtype_name, into, micro_of, micro_text, over
+from fzero.program.ops.base import (
+    GUESS,
+    MICRO,
+    Op,
+    Rules,
+    Running,
+    Standing,
+    Text,
+    Told,
+    called,
+    dtype_name,
+    into,
+    micro_of,
+    micro_text,
+    over,
+)
 from fzero.trace.subgraph import ancestors
 
 
@@ -54,12 +70,18 @@ class Call(Op):
             if arg.placement.partial and not line.writes and "joint" in line.attrs:
                 rules.bad(line, f"{arg.name} is {arg.placement}")
         if line.writes != tuple(line.args[i] for i in function.writes):
-            rules.bad(line, f"{line.fn} writes its arguments {list(function.writes)}, not {', '.join(line.writes) or 'none'}")
+            rules.bad(
+                line, f"{line.fn} writes its arguments {list(function.writes)}, not {', '.join(line.writes) or 'none'}"
+            )
         returned = function.graph.outputs
         if len(returned) != len(line.out):
             rules.bad(line, f"{line.fn} returns {len(returned)} values, {len(line.out)} are named")
             return
-        own = {place: a.name for place, a in zip(places, args, strict=True) if a.placement.kind == "local" or a.placement.partial}
+        own = {
+            place: a.name
+            for place, a in zip(places, args, strict=True)
+            if a.placement.kind == "local" or a.placement.partial
+        }
         for node, out in zip(returned, line.out, strict=True):
             self._matches(line, out, node.meta["val"], "returns", rules)
             if own and out.placement == WHOLE:
@@ -69,12 +91,18 @@ class Call(Op):
 
     def _matches(self, line: Line, value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
         if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
-            rules.bad(line, f"{line.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}")
+            rules.bad(
+                line, f"{line.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}"
+            )
 
     def text(self, line: Line, program: Program) -> Text:
         written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
         in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
-        return super().text(line, program)._replace(remark=", ".join([*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]))
+        return (
+            super()
+            .text(line, program)
+            ._replace(remark=", ".join([*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]))
+        )
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         made = told.function(line.fn)(*args)
@@ -86,7 +114,8 @@ class Call(Op):
 
 
 class Cast(Op):
-    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
+    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype
+    (fzero/operators/scaled_matmul.py)."""
 
     name = "cast"
     out = 1
@@ -105,7 +134,11 @@ class Cast(Op):
             return
         here, there = args[0].placement, line.out[0].placement
         summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
-        if line.out[0].dtype != line.attrs["dtype"] or line.out[0].shape != args[0].shape or not (here == there or summand):
+        if (
+            line.out[0].dtype != line.attrs["dtype"]
+            or line.out[0].shape != args[0].shape
+            or not (here == there or summand)
+        ):
             rules.bad(line, f"{args[0]} becomes {line.out[0]}")
         for scale in scales:
             if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
@@ -123,20 +156,33 @@ class Cast(Op):
     def text(self, line: Line, program: Program) -> Text:
         source, *scales = line.args
         scale = [y for x in scales for y in (x, f"through={dtype_name(line.attrs['through'])!r}")]
-        return Text(f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs['dtype'])), *scale, *into(line, program)])})")
+        return Text(
+            f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs['dtype'])), *scale, *into(line, program)])})"
+        )
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [scaled_matmul.cast(args[0], args[1], line.attrs["through"]) if len(args) > 1 else args[0].to(line.attrs["dtype"], copy=True)]
+        return [
+            scaled_matmul.cast(args[0], args[1], line.attrs["through"])
+            if len(args) > 1
+            else args[0].to(line.attrs["dtype"], copy=True)
+        ]
 
     def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
         of.made(line.out, micro, line.args[0] if len(line.args) == 1 else None)
 
 
-def _cast(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None, through: str = "", into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-    """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype that it is computed in otherwise."""
+def _cast(
+    x: torch.Tensor,
+    dtype: str,
+    scale: torch.Tensor | None = None,
+    through: str = "",
+    into: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype
+    that it is computed in otherwise."""
     x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
@@ -192,7 +238,8 @@ class Zeros(Op):
 
 
 class TakeShard(Op):
-    """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard its part over further axes."""
+    """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard
+    its part over further axes."""
 
     name = "take_shard"
     args = 1
@@ -211,7 +258,9 @@ class TakeShard(Op):
         return [(line.out[0].name, line.args[0])]
 
     def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == local_bytes(values[line.args[0]], mesh)
+        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == local_bytes(
+            values[line.args[0]], mesh
+        )
 
     def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
@@ -249,7 +298,11 @@ class TakePart(Op):
         whole, part = args[0], line.out[0]
         _, count = rules.micro(line)
         rest = (whole.shape[1:], whole.dtype, whole.placement)
-        if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or rest != (part.shape[1:], part.dtype, part.placement):
+        if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or rest != (
+            part.shape[1:],
+            part.dtype,
+            part.placement,
+        ):
             rules.bad(line, f"takes one of {count} parts of {whole}, which is {part}")
 
     def shares(self, line: Line) -> Iterable[tuple[str, str]]:
@@ -318,7 +371,9 @@ class NumValid(Number):
         return Text(f"num_valid({list(line.attrs['shape'])}, {over(line)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        return lambda shape, axis: torch.full((), on.part_of(tuple(shape), axis)[1], dtype=torch.int64, device=on.mesh.device)
+        return lambda shape, axis: torch.full(
+            (), on.part_of(tuple(shape), axis)[1], dtype=torch.int64, device=on.mesh.device
+        )
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         start, stop = told.valid_range(line)
@@ -333,16 +388,26 @@ class DrawStart(Number):
 
     def text(self, line: Line, program: Program) -> Text:
         base = line.attrs["base"]
-        return Text(f"draw_start({base}, {list(line.attrs['shape'])}, {over(line)})" if line.attrs["axes"] else f"draw_start({base})")
+        return Text(
+            f"draw_start({base}, {list(line.attrs['shape'])}, {over(line)})"
+            if line.attrs["axes"]
+            else f"draw_start({base})"
+        )
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def draw_start(base: int, shape: Sequence[int] = (), axis: str | tuple[str, ...] = "") -> torch.Tensor:
-            return torch.full((), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device)
+            return torch.full(
+                (), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device
+            )
 
         return draw_start
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.tensor(line.attrs["base"] + (told.valid_range(line)[0] if line.attrs["axes"] else 0), device=told.mesh.device)]
+        return [
+            torch.tensor(
+                line.attrs["base"] + (told.valid_range(line)[0] if line.attrs["axes"] else 0), device=told.mesh.device
+            )
+        ]
 
 
 ROWS: Sequence[Op] = (Call(), Cast(), Buffer(), Zeros(), TakeShard(), TakePart(), PartIndex(), NumValid(), DrawStart())
