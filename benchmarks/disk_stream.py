@@ -40,7 +40,9 @@ RAW = r"""
 #include <stdatomic.h>
 #include <stdint.h>
 #include <unistd.h>
-typedef struct { const int* fds; int num, mode, bad; int64_t size, block, ring_size; char* ring; _Atomic int64_t* next; } Job;
+typedef struct {
+  const int* fds; int num, mode, bad; int64_t size, block, ring_size; char* ring; _Atomic int64_t* next;
+} Job;
 static void* work(void* argument) {
   Job* j = argument;
   for (;;) {

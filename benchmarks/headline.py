@@ -49,10 +49,29 @@ def main() -> None:
         peaks = [plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes]
         case = f"{micro_batches}{', vertical' if vertical and micro_batches > 1 else ''}"
         shares = ["" if plan.mfu is None else f"{plan.mfu:.0%}", f"{plan.speed_of_light:.0%}"]
-        rows.append([case, f"{tokens:,}", f"{plan.step_seconds:.1f}", f"{86400e-6 * tokens / plan.step_seconds:.0f}", *shares,
-                     *(f"{n / 1e9:.1f}" for n in peaks), plan.bound_by, f"{took:.0f}"])  # fmt: skip
-        data.append({"micro_batches": micro_batches, "vertical": vertical, "tokens": tokens, "step_seconds": plan.step_seconds, "peaks": peaks,
-                     "planned_in_cpu_seconds": took, "decisions": [d._asdict() for d in plan.decisions]})  # fmt: skip
+        rows.append(
+            [
+                case,
+                f"{tokens:,}",
+                f"{plan.step_seconds:.1f}",
+                f"{86400e-6 * tokens / plan.step_seconds:.0f}",
+                *shares,
+                *(f"{n / 1e9:.1f}" for n in peaks),
+                plan.bound_by,
+                f"{took:.0f}",
+            ]
+        )
+        data.append(
+            {
+                "micro_batches": micro_batches,
+                "vertical": vertical,
+                "tokens": tokens,
+                "step_seconds": plan.step_seconds,
+                "peaks": peaks,
+                "planned_in_cpu_seconds": took,
+                "decisions": [d._asdict() for d in plan.decisions],
+            }
+        )
     rates = (
         device.host_memory_bandwidth,
         device.host_copy.bandwidth,
@@ -66,8 +85,19 @@ def main() -> None:
         f"written",
         *(f"{row[0]}: {found['decisions'][0]['chosen']}" for row, found in zip(rows, data, strict=True)),
     ]
-    columns = ("micro-batches", "tokens a step", "s a step", "M tokens a day", "MFU", "of attainable", "GPU GB", "host GB", "disk GB", "bound by",
-               "planned in CPU s")  # fmt: skip
+    columns = (
+        "micro-batches",
+        "tokens a step",
+        "s a step",
+        "M tokens a day",
+        "MFU",
+        "of attainable",
+        "GPU GB",
+        "host GB",
+        "disk GB",
+        "bound by",
+        "planned in CPU s",
+    )
     found = {"device": device.name, "budgets": BUDGETS, "cases": data}
     publish(
         "headline", "7 billion parameters on one GPU of 24 GB", columns, rows, notes, found, args.out, how="Planned"

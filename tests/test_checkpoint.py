@@ -744,7 +744,8 @@ KILLS = """
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     def now(root):
         found = checkpoint.verify(root)
-        return found.step, checkpoint.read(root, LEAF, Mesh({"data": 1}, 0, torch.device("cpu")))["params.w"].tolist()[0]
+        mesh = Mesh({"data": 1}, 0, torch.device("cpu"))
+        return found.step, checkpoint.read(root, LEAF, mesh)["params.w"].tolist()[0]
     base = Path(sys.argv[1])
     points = 0
     for second in (2, 1):  # the step after, and the same step again

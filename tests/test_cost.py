@@ -79,9 +79,9 @@ def counted(fn, *args):
 def real_gpt():
     torch.manual_seed(0)
     shapes = [(WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
-    layer = lambda: {
+    layer = lambda: {  # noqa: E731
         k: torch.randn(s) * 0.02 for k, s in zip(("ln_1", "qkv", "out", "ln_2", "up", "down"), shapes, strict=True)
-    }  # noqa: E731
+    }
     head = {"ln": torch.ones(WIDTH), "out": torch.randn(VOCAB, WIDTH)}
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
     return {"token": torch.randn(VOCAB, WIDTH), "layers": [layer(), layer()], "head": head}, {

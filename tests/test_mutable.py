@@ -68,9 +68,9 @@ def make(*transforms: Any, loss: Any = loss_fn, **kwargs: Any) -> fz.Step:
 
 
 def batches(num: int, rows: int = 12) -> list[dict[str, torch.Tensor]]:
-    draw = lambda i: (
+    draw = lambda i: (  # noqa: E731
         fz.random.normal(fz.random.key(i), (rows, 1, 6, 6)) * (1 + i) + torch.arange(rows).view(-1, 1, 1, 1) / 4
-    )  # noqa: E731
+    )
     return [{"x": draw(i), "y": (torch.arange(rows) + i) % 2} for i in range(num)]
 
 

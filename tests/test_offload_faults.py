@@ -215,7 +215,8 @@ RUN = """
     import os, sys, torch
     sys.path.insert(0, sys.argv[2])
     import models, fzero as fz
-    step = fz.offload("nvme", ("opt_state", "params"), path=sys.argv[1])(fz.train_step(models.mixed_loss, models.OPTIMIZERS["adamw"]()))
+    step = fz.train_step(models.mixed_loss, models.OPTIMIZERS["adamw"]())
+    step = fz.offload("nvme", ("opt_state", "params"), path=sys.argv[1])(step)
     train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
     state = train.init(models.mixed_init)
     print("ready", flush=True)

@@ -387,9 +387,8 @@ def test_damage_is_found_on_the_way_to_disk(tmp_path: Path) -> None:
 # what is in memory meanwhile
 
 LARGE = 1 << 20  # elements of a leaf
-BOUND = (
-    9 * 4 * LARGE
-)  # bytes: half of the state with its moments; buffers are as large as a leaf here, and a busy thread holds one for a while
+# Bytes: half of the state with its moments; buffers are as large as a leaf here, and busy threads hold some longer.
+BOUND = 9 * 4 * LARGE
 
 
 def large(key: torch.Tensor) -> list[torch.Tensor]:
@@ -748,7 +747,7 @@ def test_a_move_from_disk_holds_no_leaf_twice(tmp_path: Path) -> None:
     state = train.init(large)
     with measured() as memory:
         state = fz.move(state, "device")
-    assert memory.peak <= (18 + 2) * 4 * LARGE
+    assert memory.peak <= (18 + 4) * 4 * LARGE  # the state, and buffers that busy threads hold for a while
     with measured() as memory:
         state = fz.move(state, "home")
     assert memory.peak <= BOUND, "a leaf, buffers, and those of the leaf before; the state is let go leaf by leaf"

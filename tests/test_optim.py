@@ -264,7 +264,8 @@ EVERY = {
     "lamb": optim.lamb(optim.warmup_decay_lr(10, 0.0, 0.1, 4), weight_decay=0.1),
     "clip": optim.chain(optim.clip_by_global_norm(0.1), optim.identity(), optim.scale(2.0)),
     "masked": optim.masked(optim.sgd(optim.warmup_stable_decay(0.1, 2, 2, 8), 0.9), lambda path, p: "bias" not in path),
-    "partition": optim.partition({"a": optim.adamw(0.1), "b": optim.lion(optim.warmup_lr(0.0, 0.1, 3, "linear")), "c": optim.set_to_zero()},
+    "partition": optim.partition({"a": optim.adamw(0.1), "b": optim.lion(optim.warmup_lr(0.0, 0.1, 3, "linear")),
+                                  "c": optim.set_to_zero()},
                                  lambda path, p: "a" if "embed" in path else "b" if p.ndim else "c"),
 }  # fmt: skip
 

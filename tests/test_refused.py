@@ -245,9 +245,9 @@ def test_a_predicate_of_paths_that_accepts_none():
     ]
     for i, transform in enumerate(of_where):
         for where in TYPOS:
-            act = lambda transform=transform, where=where: fz.compile(
+            act = lambda transform=transform, where=where: fz.compile(  # noqa: E731
                 transform(where=where)(step), mesh, backend="eager"
-            ).init(PARAMS)  # noqa: E731
+            ).init(PARAMS)
             raises(
                 TransformError,
                 act,

@@ -9,10 +9,12 @@ import tyro
 
 from fzero.cli.commands import Calibrate, Check, Plan, Show
 
-_ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says more; `fzero --version` prints the version.
+_ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says
+more; `fzero --version` prints the version.
 
-MODULE:FUNCTION is a function that needs no argument and returns (step, params, batch): a step with its transforms; its parameters, a pytree of (meta)
-tensors or an init function; one rank's batch. MODULE is a dotted module or the path of a .py file."""
+MODULE:FUNCTION is a function that needs no argument and returns (step, params, batch): a step with its transforms; its
+parameters, a pytree of (meta) tensors or an init function; one rank's batch. MODULE is a dotted module or the path of a
+.py file."""
 
 _EXAMPLES = {
     "plan": """
@@ -20,8 +22,8 @@ examples:
   fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h200 --budget 141GB
   fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
 
-exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the tracing of it failed;
-2 for flags or a target that cannot be meant""",
+exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the
+tracing of it failed; 2 for flags or a target that cannot be meant""",
     "show": """
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8

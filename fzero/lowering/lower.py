@@ -43,8 +43,9 @@ from fzero.lowering.layouts import (
 from fzero.lowering.training import Precision, Training
 from fzero.lowering.variants import Variants, closed, verified
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.passes import copies, fuse
+from fzero.passes import fuse
 from fzero.passes.choice import Choice
+from fzero.passes.copies import add_copies
 from fzero.passes.shard import rewrite as shard_rewrite
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan, peak_bytes, plan
@@ -381,7 +382,7 @@ def _gradients(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
     """The program with what is computed with beside the masters that rest off the device."""
     return verify(
-        copies.rewrite(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
+        add_copies(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
     )
 
 
@@ -439,7 +440,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
         on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
         if tuple(copies) not in with_copies:
-            with_copies[tuple(copies)] = verify(copies.rewrite(traced.base, copies))
+            with_copies[tuple(copies)] = verify(add_copies(traced.base, copies))
         program, rest = (
             with_copies[tuple(copies)],
             lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)),

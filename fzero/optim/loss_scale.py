@@ -123,7 +123,8 @@ class LossScale:
 
     def __repr__(self) -> str:
         """Only what is not as by default."""
-        return f"LossScale({', '.join(f'{f.name}={x!r}' for f in fields(self) if (x := getattr(self, f.name)) != f.default)})"
+        changed = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != f.default}
+        return f"LossScale({', '.join(f'{name}={x!r}' for name, x in changed.items())})"
 
 
 def fixed_scale(scale: float) -> LossScale:

@@ -20,7 +20,7 @@ from fzero.trace.record import Recorded
 aten = torch.ops.aten
 
 
-def rewrite(program: Program, copies: Mapping[str, Leaf]) -> Program:
+def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
     """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path
     of the master."""
     casts = {

@@ -379,10 +379,10 @@ class CompiledStep(Compiled):
         if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
             guessed = guessed_leaves(self.program)
             leaves = {
-                leaf_of(x)[0].path: x
+                leaf_of(x)[0].path: x  # type: ignore[index]
                 for x in tree.leaves((state.params, state.opt_state, state.extras))
                 if leaf_of(x) is not None
-            }  # type: ignore[index]
+            }
             self._guesses = (
                 self._last.trees,
                 self.program,

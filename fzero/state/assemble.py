@@ -193,9 +193,9 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
     wrong = wrong or _differing_extras(step, mesh, state, expected)
     if wrong:
         away = any(
-            leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier
+            leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier  # type: ignore[index]
             for x in tree.leaves((state.params, state.opt_state))
-        )  # type: ignore[index]
+        )
         fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
         raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
 

@@ -47,7 +47,8 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
 
     Example:
         >>> import torch, fzero as fz
-        >>> train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1))
+        >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
         >>> state = move(train.init({"w": torch.ones(2)}), "cpu")
         >>> state, metrics = train(move(state, "home"), torch.ones(4, 2))
         >>> metrics["loss"]

@@ -97,7 +97,8 @@ def check_equivalent(
     Example:
         >>> import torch, fzero as fz
         >>> step = fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.adamw(1e-3))
-        >>> report = check_equivalent(fz.accumulate(2)(step), {"w": torch.ones(3)}, torch.randn(4, 3), fz.make_mesh(data=1))
+        >>> params, batch = {"w": torch.ones(3)}, torch.randn(4, 3)
+        >>> report = check_equivalent(fz.accumulate(2)(step), params, batch, fz.make_mesh(data=1))
         >>> report.equivalent, report.differences[0].difference < 1e-5
         (True, True)
     """

@@ -248,9 +248,8 @@ class Blocks:
         joint = self.joints.get(now)
         if joint is None:
             joint = self.joints[now] = trace(self._names(_name(fn)))
-            if (
-                key() != now
-            ):  # it changes what it reads while it runs: a counter, a list of what it met, something that it keeps for later
+            if key() != now:
+                # it changes what it reads while it runs: a counter, a list of what it met, something it keeps for later
                 outside = self._read_outside(fn)
                 compare(joint)
                 if changed := changes(outside, self._read_outside(fn)):

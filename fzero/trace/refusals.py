@@ -185,9 +185,7 @@ OF_MEMORY = (
 
 def _facts() -> dict[Any, str]:
     found = {getattr(torch.Tensor, name): name for name in (*OF_HISTORY, *OF_MEMORY)} | {torch.as_strided: "as_strided"}
-    return {
-        getattr(func, "__get__") if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()
-    }  # noqa: B009
+    return {func.__get__ if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}
 
 
 _FACTS = _facts()

@@ -326,8 +326,8 @@ class Wait(Op):
 
     def text(self, line: Line, program: Program) -> Text:
         together = ["together=True"] if line.attrs.get("together") else []
-        code = f"wait({', '.join([*line.args, *(into(line, program) if line.out else ()), *(together if line.out else ())])})"
-        return Text(code, "<<<" if len(line.out) <= 2 else "", listed=True)
+        keywords = [*into(line, program), *together] if line.out else []
+        return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait

@@ -156,9 +156,8 @@ class Cast(Op):
     def text(self, line: Line, program: Program) -> Text:
         source, *scales = line.args
         scale = [y for x in scales for y in (x, f"through={dtype_name(line.attrs['through'])!r}")]
-        return Text(
-            f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs['dtype'])), *scale, *into(line, program)])})"
-        )
+        dtype = repr(dtype_name(line.attrs["dtype"]))
+        return Text(f"{called(line)}({', '.join([source, dtype, *scale, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
