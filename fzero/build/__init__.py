@@ -1,0 +1,1 @@
+"""Building: recorded graphs become callables, compiled once, cached on disk and shared between ranks."""
