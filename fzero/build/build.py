@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from fzero.operators import quant_blocks
 from fzero import compat, random
-from fzero.errors import FzeroValueError, message
-from fzero.mesh import Mesh
-from fzero.trace.device import by_operation, on_device, on_host, substituted
-from fzero.program.ir import Function
-from fzero.trace.record import Recorded
-from fzero.trace.subgraph import into_buffers
 from fzero.build import inductor
 from fzero.build.calls import as_called
+from fzero.errors import FzeroValueError, message
+from fzero.mesh import Mesh
+from fzero.operators import quant_blocks
+from fzero.program.ir import Function
+from fzero.trace.device import by_operation, on_device, on_host, substituted
+from fzero.trace.record import Recorded
+from fzero.trace.subgraph import into_buffers
 
 BACKENDS = ("inductor", "eager")
 

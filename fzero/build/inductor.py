@@ -13,16 +13,16 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.errors import FzeroError, message
-from fzero.mesh import Mesh
-from fzero.program.ir import Function
-from fzero.trace.record import Recorded
-from fzero.trace.subgraph import into_buffers
-from fzero.progress import shown
 from fzero.build import cpp_kernels, graph_pickle, worker
 from fzero.build.cache import Cache, Entry, host, key, logger, open_cache
 from fzero.build.calls import as_called
 from fzero.build.share import Share
+from fzero.errors import FzeroError, message
+from fzero.mesh import Mesh
+from fzero.program.ir import Function
+from fzero.progress import shown
+from fzero.trace.record import Recorded
+from fzero.trace.subgraph import into_buffers
 
 Functions = Mapping[str, tuple[Function, Recorded]]
 """By name: functions, and their graphs as they are to be compiled."""

@@ -24,8 +24,8 @@ import torch
 
 from fzero import compat
 from fzero.build import cpp_kernels, graph_pickle
-from fzero.trace import deterministic
 from fzero.build.cache import Cache, Entry
+from fzero.trace import deterministic
 
 _UNIT_CHARS = 100_000
 """Of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""
