@@ -256,10 +256,12 @@ template <> inline int64_t argument<int64_t>(PyObject* x) {
     return value;
 }
 
-// A kernel runs without the interpreter's lock: what streams and copies beside it is Python, too. Its arguments are read before.
+// A kernel runs without the interpreter's lock: what streams and copies beside it is Python, too.
+// Its arguments are read before.
 struct Unlocked {
     PyThreadState* const state = PyEval_SaveThread();
-    ~Unlocked() noexcept(false) { PyEval_RestoreThread(state); }  // which ends a thread that outlives the interpreter by unwinding it
+    // which ends a thread that outlives the interpreter by unwinding it
+    ~Unlocked() noexcept(false) { PyEval_RestoreThread(state); }
 };
 """
 

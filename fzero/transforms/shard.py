@@ -82,21 +82,26 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     return applied(_checked(DataParallel(axis)), step)
 
 
-def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
+def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-1: optimizer state is sharded over `axis`; each rank updates its shard and the new parameters are gathered.
 
     Args:
         step: a step; without one a transform is returned.
-        axis: the mesh axis; the batch is cut along it too.
+        axis: the mesh axis; the batch is cut along it too. Or several, the fastest first: `("data", "node")` cuts by
+            `data`, and each part by `node`. What moves goes over one after the other, so that each byte crosses the
+            last axis once. Another stage may have the first of them: `shard_params(axis="data")`.
         where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta
             tensor.
 
     Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
-        sent per rank and step in fp32, the volume of `data_parallel`.
+        sent per rank and step in fp32, the volume of `data_parallel`. Over two axes of L and M ranks (L-1)/L of it over
+        the first, (M-1)/M/L over the second.
     Memory: at rest 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
 
     Raises:
-        TransformError: another sharding of the step over another axis or with another `where`.
+        TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
+            with them.
+        FzeroTypeError: an `axis` that is no name or tuple of different names.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
     Paper: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, SC 2020.
@@ -104,7 +109,7 @@ def shard_opt_state(step: Any = None, *, axis: str = "data", where: Where | None
     return applied(_checked(ShardOptState(axis, where)), step)
 
 
-def shard_grads(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
+def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
     With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's
@@ -123,19 +128,20 @@ def shard_grads(step: Any = None, *, axis: str = "data", where: Where | None = N
     return applied(_checked(ShardGrads(axis, where)), step)
 
 
-def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = None) -> Any:
+def shard_params(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it runs.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
-        axis: the mesh axis; the batch is cut along it too.
+        axis: the mesh axis, or several, as for `shard_opt_state`; the batch is cut along them too.
         where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
-            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than the axis has ranks are
+            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than there are shards are
             always whole.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
         and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
-        under `accumulate` unless `vertical`.
+        under `accumulate` unless `vertical`. Over several axes as for `shard_opt_state`; `once_a_step` has what crosses
+        the last of them cross it once a step.
     Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
         two blocks' gathered parameters and one block's gradients besides.
 
@@ -147,9 +153,7 @@ def shard_params(step: Any = None, *, axis: str = "data", where: Where | None = 
 
 
 def _checked(record: Parallel) -> Parallel:
-    """The record, if its arguments are of the right kind. A tuple or list of one axis is that axis."""
-    if isinstance(record.axis, list):
-        record = replace(record, axis=tuple(record.axis))
+    """The record, if its arguments are of the right kind. A tuple of one axis is that axis."""
     if isinstance(record.axis, tuple) and len(record.axis) == 1:
         record = replace(record, axis=record.axis[0])
     several = isinstance(record.axis, tuple) and bool(record.axis) and record.stage
