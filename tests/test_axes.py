@@ -81,7 +81,7 @@ WAYS: dict[str, list[Any]] = {
     "params and grads": [fz.shard_params(axis="data"), fz.shard_grads(axis=BOTH)],
     "some by data": [
         fz.shard_params(axis="data", where=weights),
-        fz.shard_opt_state(axis=BOTH, where=lambda path, leaf: "down" in path),
+        fz.shard_opt_state(axis=BOTH, where=lambda path, leaf: "down" in path or "head" in path),
     ],
     "once": [fz.shard_params(axis=BOTH), fz.once_a_step()],
     "gathers once": [fz.shard_params(axis=BOTH), fz.once_a_step(reductions=False)],

@@ -70,9 +70,13 @@ and some seconds."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its program, and the structures of what goes in and comes out."""
+    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
 
-    program: Program
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    There is one stage, of all ranks.
+    """
+
+    programs: tuple[Program, ...]
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
@@ -89,6 +93,12 @@ class Lowered:
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        (program,) = self.programs
+        return program
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -223,7 +233,8 @@ def lower_inputs(
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         cut = verify(shard_rewrite(replace(recorded, transforms=step.transforms), zero_of(step, mesh)))
         stages = lambda: {"trace": recorded, "shard": cut, **{passed.name: made for passed, made in closed(cut)}}  # noqa: E731
-        return _fitting(Lowered(verified(cut, closed(cut)), params, None, batch, structure, budget, stages=stages))
+        program = verified(cut, closed(cut))
+        return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
 
@@ -231,7 +242,7 @@ def lower_inputs(
         program = variants.verified(choice)
         stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
-            program,
+            (program,),
             params,
             traced.opt_state,
             batch,
