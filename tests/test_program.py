@@ -41,7 +41,7 @@ VARIANTS = {
     "offload_cpu": fz.compose(STAGES[3](), fz.mixed_precision("bf16"), fz.offload("cpu", "opt_state")),
     "offload_nvme": fz.offload("nvme", ("opt_state", "params"), path="/scratch"),
     "two_axes": TWO_AXES,
-    "two_axes_once_bf16": fz.compose(TWO_AXES, fz.once_a_step(), fz.accumulate(2), fz.mixed_precision("bf16")),
+    "two_axes_once_bf16": fz.compose(TWO_AXES, fz.once_a_step(), fz.accumulate(3), fz.mixed_precision("bf16")),
     "stage_3_min_cut": fz.compose(STAGES[3](), fz.remat("min_cut")),
     "stage_3_none": fz.compose(STAGES[3](), fz.remat("none")),
 }

@@ -34,6 +34,8 @@ class Parallel(Transform):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.stage and other.stage and type(self) is not type(other):
             fewer, more = sorted((self.axes, other.axes), key=len)
+            if len(more) == 1 and fewer != more:
+                return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
             if more[: len(fewer)] != fewer:
                 return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
