@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -26,8 +25,10 @@ def embed(p, tokens):
 
 @fz.block
 def attention(p, x):
-    q, k, v = rearrange(norm(p["norm"], x) @ p["qkv"], "b t (three h d) -> three b h t d", three=3, h=HEADS)
-    return x + rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)") @ p["out"]
+    qkv = (norm(p["norm"], x) @ p["qkv"]).unflatten(-1, (3, HEADS, -1))  # [batch, t, 3, head, d]
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return x + mixed.transpose(1, 2).flatten(2) @ p["out"]
 
 
 @fz.block

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from console import RANK, digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
-from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -49,12 +48,9 @@ def rotary(x):
 
 @fz.block
 def layer(p, x, heads):
-    q, k, v = rearrange(norm(p["norm1"], x) @ p["qkv"], "b t (three h d) -> three b h t d", three=3, h=heads)
-    x = (
-        x
-        + rearrange(F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True), "b h t d -> b t (h d)")
-        @ p["out"]
-    )
+    q, k, v = (norm(p["norm1"], x) @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # [b, head, t, d]
+    mixed = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    x = x + mixed.transpose(1, 2).flatten(2) @ p["out"]
     return x + F.gelu(norm(p["norm2"], x) @ p["up"], approximate="tanh") @ p["down"]
 
 
@@ -63,7 +59,7 @@ def head(p, x, targets=None, smoothing=0.0, z_loss=0.0):
     logits = (norm(p["norm"], x) @ p["vocab"]).float()  # the loss is in fp32, whatever the model computes in
     if targets is None:
         return logits
-    logits, targets = rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)")
+    logits, targets = logits.flatten(0, 1), targets.flatten()
     entropy = F.cross_entropy(logits, targets)
     loss = F.cross_entropy(logits, targets, label_smoothing=smoothing) if smoothing else entropy
     if z_loss:  # keeps the logits' normaliser near 1 (PaLM, Chowdhery et al. 2022)

@@ -20,7 +20,7 @@ from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh
 from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link, get_device
-from fzero.plan.fusion import kernels
+from fzero.plan.inductor.fusion import kernels
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.trace.record import record
 

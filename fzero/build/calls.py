@@ -1,4 +1,4 @@
-"""Calls built functions as lines of a program do: with one result, a tuple of several, or buffers to write them to."""
+"""Calls built functions as the lines of a program do: one result, a tuple of several, or buffers that are written."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ template <> inline int64_t argument<int64_t>(PyObject* x) {
 // Its arguments are read before.
 struct Unlocked {
     PyThreadState* const state = PyEval_SaveThread();
-    // which ends a thread that outlives the interpreter by unwinding it
+    // A thread that outlives the interpreter is ended by unwinding it.
     ~Unlocked() noexcept(false) { PyEval_RestoreThread(state); }
 };
 """

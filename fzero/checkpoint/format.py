@@ -1,8 +1,9 @@
-"""The safetensors format, written and read in bounded memory with checksums on the way.
+"""Writes safetensors files, and reads ranges of them, in bounded memory with checksums on the way.
 
 A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. Everything
 moves through one staging buffer of `BLOCK` bytes, from and to any device, so no tensor is ever copied whole on the
-host. This file knows neither checkpoints nor ranks.
+host: the `safetensors` library writes tensors that are whole in memory, and has no checksums. What it can do it does:
+importing.py reads other people's files by it. This file knows neither checkpoints nor ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +37,9 @@ CODES = {
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-_MAX_HEADER = 1 << 30  # bytes; a longer "length" is noise read as a number
-
 
 class FormatError(ValueError):
-    """A file that is not well-formed safetensors. Its text is one line without the file's name."""
+    """A file that is not what its index announces. Its text is one line without the file's name."""
 
 
 @dataclass(frozen=True)
@@ -106,37 +105,6 @@ def write(
     if sink.written != size:
         raise FormatError(f"{sink.written} bytes were produced where the header announces {size}")
     return Written(size, sink.sha256.hexdigest(), "".join(sink.crc32), offsets)
-
-
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a safetensors file in the order of their bytes, and its metadata; every announced byte is there.
-
-    Raises:
-        FormatError: a truncated file, or a header that contradicts itself.
-    """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise FormatError(f"{size} bytes, fewer than its header needs: truncated, or not safetensors")
-        raw = file.read(length)
-    try:
-        header = json.loads(raw)
-        metadata = dict(header.pop("__metadata__", {}))
-        entries = [_entry(name, item, 8 + length) for name, item in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"its header cannot be understood: {error}") from None
-    entries.sort(key=lambda e: (e.offset, e.nbytes))
-    end = 8 + length
-    for entry in entries:
-        if entry.offset != end:
-            raise FormatError(f"the bytes of {entry.name!r} begin at {entry.offset}, those before end at {end}")
-        end += entry.nbytes
-    if end != size:
-        raise FormatError(
-            f"{size} bytes where its header announces {end}: {'truncated' if size < end else 'something was appended'}"
-        )
-    return {e.name: e for e in entries}, metadata
 
 
 @dataclass
@@ -284,16 +252,3 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
-
-
-def _entry(name: str, item: Any, base: int) -> Entry:
-    if item["dtype"] not in DTYPES:
-        raise FormatError(f"the dtype {item['dtype']!r} of {name!r} is not known")
-    start, stop = item["data_offsets"]
-    shape = tuple(item["shape"])
-    if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
-        raise FormatError(f"{name!r} has a size or an offset that is not a whole number")
-    entry = Entry(name, DTYPES[item["dtype"]], shape, base + start)
-    if entry.nbytes != stop - start:
-        raise FormatError(f"{name!r} has {stop - start} bytes where its shape needs {entry.nbytes}")
-    return entry

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fzero import tree
-from fzero.checkpoint import format
 from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
+from fzero.checkpoint.format import DTYPES, Entry
 from fzero.checkpoint.index import show
 from fzero.errors import CheckpointError, message
 from fzero.layout import ties
@@ -35,7 +36,7 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     Returns:
         A tree of CPU tensors. A tied name that was stored once is the same tensor again.
 
-    Memory: the model, and one buffer of 16 MiB.
+    Memory: the model, and one leaf of it mapped from its file.
 
     Raises:
         CheckpointError: files that are missing or malformed, or leaves that differ from `like`: all of them at once.
@@ -90,7 +91,7 @@ def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied
     return out
 
 
-def _entries(path: Path) -> tuple[dict[str, tuple[Path, format.Entry]], dict[str, str]]:
+def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
     """Where every tensor is, and which names were tied to which."""
     weight_map: dict[str, str] | None = None
     if path.is_dir() and (path / WEIGHTS_INDEX).exists():
@@ -104,13 +105,20 @@ def _entries(path: Path) -> tuple[dict[str, tuple[Path, format.Entry]], dict[str
         what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if path.is_dir() else f"{path} is not there"
         fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
         raise CheckpointError(message("checkpoint.import_", what, fix=fix))
-    found: dict[str, tuple[Path, format.Entry]] = {}
+    found: dict[str, tuple[Path, Entry]] = {}
     problems, tied = [], {}
     for file in files:
         try:
-            header, metadata = format.read_header(file)
-        except (OSError, format.FormatError) as error:
-            problems.append(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}")
+            header, metadata = _header(file)
+        except FileNotFoundError:
+            problems.append(f"{file.name}: missing")
+            continue
+        except SafetensorError as error:
+            size = file.stat().st_size
+            problems.append(f"{file.name}: {size} bytes, truncated, damaged or not safetensors: {error}")
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(f"{file.name}: {error}")
             continue
         tied |= metadata
         for name, entry in header.items():
@@ -143,15 +151,25 @@ def _weight_map(file: Path) -> dict[str, str]:
     return weight_map
 
 
-def _load(entries: Mapping[str, tuple[Path, format.Entry]]) -> dict[str, torch.Tensor]:
-    out = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, (_, entry) in entries.items()}
+def _header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a file in the order of their bytes, and its metadata, checked by the library."""
+    with safe_open(file, "np") as opened:
+        entries = {}
+        for name in opened.offset_keys():
+            part = opened.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise ValueError(f"the dtype {part.get_dtype()!r} of {name!r} is not one of PyTorch's")
+            entries[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+        return entries, opened.metadata() or {}
+
+
+def _load(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, torch.Tensor]:
+    out = {}
     for file in dict.fromkeys(file for file, _ in entries.values()):
         try:
-            with format.Ranges(file, None) as ranges:
-                for name, (where, entry) in entries.items():
-                    if where == file:
-                        ranges.read_into(format.as_bytes(out[name]), entry.offset)
-        except (OSError, format.FormatError) as error:
+            with safe_open(file, "pt") as opened:  # maps the file: what a tensor is copied from is no memory of ours
+                out |= {name: opened.get_tensor(name).clone() for name, (where, _) in entries.items() if where == file}
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(message("checkpoint.import_", f"cannot read {file}", [str(error)], _COPY)) from error
     return out
 

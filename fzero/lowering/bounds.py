@@ -17,7 +17,7 @@ import torch
 from fzero.passes.tiers import saved_activations, waiting_on_host, waits_for_all
 from fzero.plan.cost import seconds
 from fzero.plan.devices import Device
-from fzero.plan.temporaries import temporaries
+from fzero.plan.inductor.temporaries import temporaries
 from fzero.program.ir import Program, local_bytes
 
 

@@ -1,8 +1,7 @@
-"""What a program costs: floating point operations and bytes of every line, from shapes alone; seconds, on a given
-device.
+"""Costs of a program: floating point operations and bytes of each line, from shapes alone; seconds, on a given device.
 
 [Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
-products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (fzero/plan/fusion.py) /
+products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (inductor/fusion.py) /
 bandwidth. The two add up: products and the rest run one after the other. A roofline of the whole function, which takes
 the larger of the two, is below what is measured.
 
@@ -25,9 +24,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
-from fzero.plan.fusion import kernels
-from fzero.plan.nodes import PRODUCTS, packet
-from fzero.plan.temporaries import temporaries
+from fzero.plan.inductor.fusion import kernels
+from fzero.plan.inductor.nodes import PRODUCTS, packet
+from fzero.plan.inductor.temporaries import temporaries
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.block import Joint

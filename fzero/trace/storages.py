@@ -4,8 +4,8 @@ is made anew.
 A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
 keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
 while a function's results are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its
-kernels read and write (plan/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a shard
-under, memory or not.
+kernels read and write (plan/inductor/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a
+shard under, memory or not.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 
-from fzero.plan.fusion import Kernels
+from fzero.plan.inductor.fusion import Kernels
 
 MOST_KERNELS = 256  # of a function whose kernels are put in another order: the time grows with the square
 

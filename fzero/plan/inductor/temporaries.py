@@ -8,8 +8,8 @@ from collections import Counter
 import torch
 import torch.fx as fx
 
-from fzero.plan.fusion import Kernels, kernels
-from fzero.plan.reuse import Lives, alive, best_order, lives, shared
+from fzero.plan.inductor.fusion import Kernels, kernels
+from fzero.plan.inductor.reuse import Lives, alive, best_order, lives, shared
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
 from fzero.trace.record import Recorded
