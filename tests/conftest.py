@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import pytest
@@ -13,6 +13,7 @@ import torch
 from pool import Pool
 
 from fzero.build import worker
+from fzero.program.ops import OPS, Op
 
 # The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit.
 # No deadline: the machine is shared.
@@ -89,3 +90,13 @@ def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
     `expect_error=True` is returned as a `pool.RaisedOnRank`.
     """
     return pool.run
+
+
+@pytest.fixture
+def ops() -> Iterator[None]:
+    """The op table, as it was before."""
+    table = cast("dict[str, Op]", OPS)
+    before = dict(table)
+    yield
+    table.clear()
+    table.update(before)

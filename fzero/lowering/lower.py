@@ -46,6 +46,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes import fuse
 from fzero.passes.choice import Choice
 from fzero.passes.copies import add_copies
+from fzero.passes.pipeline import added
 from fzero.passes.shard import rewrite as shard_rewrite
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan, peak_bytes, plan
@@ -232,7 +233,10 @@ def lower_inputs(
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         cut = verify(shard_rewrite(replace(recorded, transforms=step.transforms), zero_of(step, mesh)))
-        stages = lambda: {"trace": recorded, "shard": cut, **{passed.name: made for passed, made in closed(cut)}}  # noqa: E731
+        before = {"trace": recorded, "shard": cut}
+        for passed in added(cut):
+            cut = before[passed.name] = passed.verified(passed.rewrite(cut, None))
+        stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
         program = verified(cut, closed(cut))
         return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)

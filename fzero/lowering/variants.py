@@ -16,7 +16,7 @@ from fzero.layout import Leaf
 from fzero.lowering.budget import ENDS
 from fzero.passes import tiers
 from fzero.passes.choice import Choice
-from fzero.passes.pipeline import CLOSING, Pass, Sides, opening, sides
+from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
 from fzero.program.ir import Program, Value, resting
 from fzero.trace.record import uncollected
@@ -49,7 +49,7 @@ class Variants:
         batch: Mapping[str, tuple[int, ...]],
         gradients: Mapping[str, Leaf],
     ):
-        self._opening = opening(zero, num_micro, batch)
+        self._opening = (*opening(zero, num_micro, batch), *added(base))
         self._shared: dict[
             Any, tuple[Program, Program]
         ] = {}  # with the program before, which keys know by the identity of its lines
@@ -131,7 +131,8 @@ class Variants:
         """The gradients of a choice that wait on disk, each with its leaf."""
         if not self._gradients:
             return {}
-        *_, (_, whole), (_, cut) = self._opened(choice)
+        made = {passed.name: program for passed, program in self._opened(choice)}
+        whole, cut = made["shard"], self.cut(choice)
         if id(cut.lines) not in self._waiting:
             names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
             waiting = tiers.gradients_that_wait(cut)

@@ -308,7 +308,8 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
-        shape, axes = tuple(source.meta["val"].shape), node.args[1]
+        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+        shape = tuple(source.meta["val"].shape)
         self._line("take_shard", (self.name[source],), node, {"axes": axes}, Placement("shard", axes), shape)
 
     def _line(
@@ -337,9 +338,8 @@ class _Cutter:
         """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
         and travel together."""
         for op in ("sum", "max", "min"):
-            group = {
-                n: tuple(n.args[2]) for n in nodes if n.args[1] == op
-            }  # and the axes it is still to be reduced over
+            # and the axes that each is still to be reduced over
+            group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)

@@ -25,6 +25,7 @@ from fzero.passes.split import Choices
 from fzero.program.ir import Program
 from fzero.program.verify import verify
 from fzero.program.verify_pool import check
+from fzero.transforms.base import Transform
 from fzero.transforms.shard import Zero
 
 Name = Literal[
@@ -122,6 +123,12 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
         ),
         Pass("cut_update", _cut()),
     )
+
+
+def added(program: Program) -> tuple[Pass, ...]:
+    """A pass for each spec of a program that rewrites programs itself."""
+    own = (t for t in program.transforms if type(t).rewrite is not Transform.rewrite)
+    return tuple(Pass(t.name, lambda program, _, t=t: t.rewrite(program)) for t in own)
 
 
 CLOSING = (

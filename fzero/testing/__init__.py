@@ -2,5 +2,6 @@
 
 from fzero.testing.check import check_equivalent
 from fzero.testing.report import Blame, Difference, FirstLine, Report
+from fzero.testing.simulate import simulate
 
-__all__ = ["Blame", "Difference", "FirstLine", "Report", "check_equivalent"]
+__all__ = ["Blame", "Difference", "FirstLine", "Report", "check_equivalent", "simulate"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.program.ir import Program
 from fzero.step import EvalStep, Step
 
 T = TypeVar("T", bound="Transform")
@@ -66,6 +67,11 @@ class Transform:
     def idle(self, step: EvalStep) -> str | None:
         """Why this does nothing to an evaluation, or None."""
         return None
+
+    def rewrite(self, program: Program) -> Program:
+        """The program with what this transform adds of its own, behind the cut of the update; the passes of the package
+        (fzero/passes) know their specs themselves. Equal specs rewrite alike, on every rank."""
+        return program
 
     def in_program(self) -> str:
         """As a program's header has it: the same on every rank and every machine."""

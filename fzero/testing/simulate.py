@@ -1,0 +1,200 @@
+"""Simulates a mesh in one process: a thread a rank interprets the program of a step, line by line.
+
+It shows what a step means on a mesh that one does not have: what a new transform or a new op does over several axes,
+without processes. Nothing is fast here, and nothing is overlapped; it knows nothing of transports, pools and compilers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError, message
+from fzero.layout import Leaf, shard
+from fzero.lowering.layouts import zero_of
+from fzero.lowering.lower import Lowered, lower
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.ir import Line, Program
+from fzero.step import State, Step, check_batch
+from fzero.testing.check import leaves_of, rows
+from fzero.testing.interpret import Interpreter
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find
+from fzero.transforms.precision import begun
+
+_JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
+
+
+def simulate(
+    step: Step,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    *,
+    steps: int = 1,
+    key: torch.Tensor | None = None,
+) -> tuple[State, dict[str, Any]]:
+    """Takes steps on a mesh of devices that one does not have: every rank is a thread of this process, which interprets
+    the step's program.
+
+    What comes out is what the program means on that mesh; that the fast way of running it does the same is for
+    `check_equivalent`, on a mesh of processes.
+
+    Args:
+        step: a training step with its transforms.
+        mesh: an `AbstractMesh` of any axes; some tens of ranks are practical.
+        params: a pytree of tensors with whole leaves, or a function of a key that returns one. They are not written.
+        batch: the global batch: the parts of all ranks, one behind the other along dim 0 in the order of their ranks.
+        steps: to take, each on the same batch.
+        key: int64[3]; by default `fz.random.key(0)`.
+
+    Returns: the state with whole leaves, and the metrics of the last step.
+
+    Communication: none; ranks are threads.
+    Memory: every rank's state and activations, in this process.
+
+    Raises:
+        FzeroValueError: a batch that does not divide among the ranks; a step whose transforms keep more than
+            parameters and optimizer state (offload, a loss scale, fp8 with a history).
+        DivergenceError: ranks that are to hold the same part of a leaf hold different values: a collective is missing.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), fz.optim.sgd(0.1)))
+        >>> state, metrics = fz.testing.simulate(step, fz.AbstractMesh(data=4), {"w": torch.ones(5)}, torch.ones(8, 5))
+        >>> state.params["w"], metrics["loss"]
+        (tensor([0., 0., 0., 0., 0.]), tensor(25.))
+    """
+    if not isinstance(step, Step) or not isinstance(mesh, AbstractMesh) or steps < 1:
+        given = f"simulates a training step on a mesh, not {type(step).__name__}, {type(mesh).__name__}, steps={steps}"
+        fix = "fz.testing.simulate(fz.train_step(...), fz.AbstractMesh(data=2), params, batch)"
+        raise FzeroTypeError(
+            message("simulate", f"takes a training step, a mesh and a number of steps: {given}", fix=fix)
+        )
+    check_batch(batch)
+    step = begun(step, torch.device("cpu"))
+    ranks = [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
+    whole = step.init(params, key)
+    parts = _parts(step, mesh, ranks, batch)
+    lowered = lower(step, mesh, whole.params, parts[0])
+    if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
+        fix = "leave out the transform that keeps them: what it means can be checked with fz.testing.check_equivalent"
+        raise FzeroValueError(message("simulate", "the state has more than parameters and optimizer state", kept, fix))
+    metrics: dict[str, Any] = {}
+    for _ in range(steps):
+        whole, metrics = _one_step(lowered, ranks, whole, parts)
+    return whole, metrics
+
+
+@dataclass
+class _Board:
+    """Where ranks leave values for each other; all of them come to every exchange."""
+
+    ranks: Sequence[Mesh]
+    barrier: threading.Barrier
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def along(self, mesh: Mesh, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """The values of the ranks along an axis, in their order."""
+        self.values[mesh.rank] = x.clone()
+        self.barrier.wait()
+        here = {a: i for a, i in mesh.coordinate.items() if a != axis}
+        found = [self.values[m.rank] for m in self.ranks if here.items() <= m.coordinate.items()]
+        self.barrier.wait()
+        return found
+
+
+class _Rank(Interpreter):
+    """The interpreter of one rank, which exchanges values through the board."""
+
+    def __init__(self, program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], board: _Board):
+        super().__init__(program, mesh, leaves)
+        self._board = board
+        self._times = {id(line): times for line, times in program.walk()}
+
+    def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        return torch.cat([part.reshape(-1) for part in self._board.along(self.mesh, axis, x)])
+
+    def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
+        x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
+
+    def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
+        """Runs lines in order, the body of a loop as often as the program says."""
+        for line in lines:
+            if not line.body:
+                self.run(line, turn)
+            for again in range(self._times[id(line.body[0])] // self._times[id(line)] if line.body else 0):
+                self.lines(line.body, again)
+
+
+def _one_step(
+    lowered: Lowered, ranks: Sequence[Mesh], whole: State, parts: Sequence[Any]
+) -> tuple[State, dict[str, Any]]:
+    program, leaves = lowered.program, leaves_of(whole, {})
+    board = _Board(ranks, threading.Barrier(len(ranks)))
+
+    def run(mesh: Mesh) -> _Rank:
+        batch = dict(zip(tree.paths(parts[mesh.rank], "batch"), tree.leaves(parts[mesh.rank]), strict=True))
+        held = {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
+        rank = _Rank(program, mesh, {**held, **batch}, board)
+        try:
+            rank.lines(program.lines)
+        except BaseException:
+            board.barrier.abort()
+            raise
+        return rank
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        done = [pool.submit(run, mesh) for mesh in ranks]
+    errors = [e for e in (f.exception() for f in done) if e is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    ran = [f.result() for f in done]
+    put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in program.leaves.items()}
+    if problems := [problem for _, found in put_together.values() for problem in found]:
+        fix = "a reduction is missing, or is over too few axes: look for the leaf's gradient in print(fz.lower(...))"
+        raise DivergenceError(message("simulate", f"ranks of mesh {program.mesh} hold different values", problems, fix))
+    after = {name: leaf for name, (leaf, _) in put_together.items()}
+    params, opt_state = (
+        inputs and inputs.rebuild({i: after[inputs.leaves[i].path] for i in inputs.distinct})
+        for inputs in (lowered.params, lowered.opt_state)
+    )
+    metrics = tree.unflatten(lowered.structure, [ran[0].values[name] for name in program.outputs])
+    return State(after["step"], params, opt_state, after["key"], {}), metrics
+
+
+def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """A leaf put together from the parts of all ranks, and who holds other values of the same elements."""
+    numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
+    out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)
+    problems = []
+    for rank in ran:
+        at = shard(numbers, leaf.with_layout(dtype=torch.int64), rank.mesh).reshape(-1)
+        own = rank.values[leaf.path].reshape(-1)[at > 0].to(out.dtype)
+        at = at[at > 0] - 1
+        known = first[at] >= 0
+        if not torch.equal(out[at][known].nan_to_num(), own[known].nan_to_num()):
+            problems.append(f"{leaf.path}: not the same on rank {rank.mesh.rank} as on rank {int(first[at][known][0])}")
+        out[at[~known]], first[at[~known]] = own[~known], rank.mesh.rank
+    return out.reshape(leaf.shape), problems
+
+
+def _parts(step: Step, mesh: AbstractMesh, ranks: Sequence[Mesh], batch: Any) -> list[Any]:
+    """Each rank's part of the global batch."""
+    axes = zero_of(step, mesh).batch_axes
+    num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
+    cut = rows(batch, find(step.transforms, Accumulate))
+    paths = tree.paths(batch, "batch")
+    if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c and x.shape[0] % num]:
+        fix = f"give a global batch of a multiple of {num} rows"
+        raise FzeroValueError(message("simulate", f"the batch does not divide among {num} ranks", wrong, fix))
+    return [
+        tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, cut, strict=True)])
+        for m in ranks
+    ]

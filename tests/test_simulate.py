@@ -1,0 +1,143 @@
+"""A mesh simulated in one process does what the plain step does, and what processes do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.testing.simulate import _Rank
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
+
+PARAMS = {
+    "layers": [{"w": fz.random.normal(fz.random.key(i), (7, 7)) * 0.5, "b": torch.zeros(7)} for i in range(2)],
+    "scale": torch.ones(()),
+}
+X = fz.random.normal(fz.random.key(9), (16, 7))
+
+
+@fz.block
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> torch.Tensor:
+    x = batch
+    for p in params["layers"]:
+        x = layer(p, x)
+    return (x * params["scale"] - 1).square().mean()
+
+
+def plain() -> Any:
+    return fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)))
+
+
+STEPS = {
+    "replicas": [fz.data_parallel(), fz.data_parallel(axis="replica")],
+    "zero-1": [fz.shard_opt_state(), fz.data_parallel(axis="replica")],
+    "zero-3": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.remat("full")],
+    "accumulate": [fz.shard_grads(axis="replica"), fz.data_parallel(), fz.accumulate(2)],
+    "vertical": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2, vertical=True)],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_simulated_mesh_equals_the_plain_step(name: str) -> None:
+    step = fz.compose(*STEPS[name])(plain())
+    got, metrics = fz.testing.simulate(step, fz.AbstractMesh(replica=2, data=2), PARAMS, X, steps=3)
+    want = plain().init(PARAMS)
+    for _ in range(3):
+        want, expected = plain()(want, X)
+    assert [*fz.tree.paths(got)] == [*fz.tree.paths(want)] and int(got.step) == 3
+    for path, x, y in zip(fz.tree.paths(got), fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6, msg=lambda text, path=path: f"{path}: {text}")
+    torch.testing.assert_close(metrics["loss"], expected["loss"])
+    torch.testing.assert_close(metrics["grad_norm"], expected["grad_norm"])
+
+
+def _processes() -> dict[str, torch.Tensor]:
+    mesh = fz.make_mesh(replica=2, data=2)
+    train = fz.compile(fz.compose(*STEPS["zero-3"])(plain()), mesh, backend="eager")
+    state = train.init(PARAMS)
+    for _ in range(2):
+        state, _ = train(state, X.chunk(4)[mesh.rank])
+    whole = train.gather(state)
+    return dict(zip(fz.tree.paths(whole), fz.tree.leaves(whole), strict=True))
+
+
+def test_it_does_what_processes_do(run_ranks: Any) -> None:
+    got, _ = fz.testing.simulate(
+        fz.compose(*STEPS["zero-3"])(plain()), fz.AbstractMesh(replica=2, data=2), PARAMS, X, steps=2
+    )
+    for ranks in run_ranks(4, _processes):
+        for path, x in zip(fz.tree.paths(got), fz.tree.leaves(got), strict=True):
+            torch.testing.assert_close(x, ranks[path], rtol=1e-6, atol=1e-7)
+
+
+def _page() -> dict[str, Any]:
+    """The toy transform, op and optimizer of docs/extending.md, and its step."""
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+            if "simulate(" in code:
+                break
+            exec(compile(code, "extending.md", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def _votes() -> dict[str, torch.Tensor]:
+    page, mesh = _page(), fz.make_mesh(replica=2, data=2)
+    train = fz.compile(page["step"], mesh, backend="eager")
+    state = train.init(page["params"])
+    state, _ = train(state, tuple(x.chunk(4)[mesh.rank] for x in page["batch"]))
+    assert any(line.op == "signs" for line, _ in train.program.walk())
+    return train.gather(state).params
+
+
+@pytest.mark.usefixtures("ops")
+def test_what_the_page_adds_runs_on_processes(run_ranks: Any) -> None:
+    page = _page()
+    got, _ = fz.testing.simulate(page["step"], page["mesh"], page["params"], page["batch"])
+    for params in run_ranks(4, _votes):
+        assert all(torch.equal(params[name], got.params[name]) for name in params)
+        assert not any(torch.equal(params[name], page["params"][name]) for name in params)
+
+
+@pytest.mark.parametrize("transform", [fz.data_parallel(), fz.shard_params()])
+def test_ranks_that_hold_different_values_are_seen(monkeypatch: Any, transform: Any) -> None:
+    """As without the reductions over `replica`."""
+    reduce = _Rank.reduce
+    monkeypatch.setattr(
+        _Rank, "reduce", lambda self, x, op, axis: None if axis == "replica" else reduce(self, x, op, axis)
+    )
+    step = fz.compose(transform, fz.data_parallel(axis="replica"))(plain())
+    with pytest.raises(fz.errors.DivergenceError, match="replica=2, data=2") as found:
+        fz.testing.simulate(step, fz.AbstractMesh(replica=2, data=2), PARAMS, X)
+    assert "params['layers'][0]['w']: not the same on rank 2 as on rank 0" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ((plain(), fz.AbstractMesh(data=2), PARAMS, X), "FzeroValueError", "no transform uses a mesh axis"),
+        ((fz.data_parallel(plain()), fz.AbstractMesh(data=3), PARAMS, X), "FzeroValueError", "batch [16, 7]"),
+        ((loss_fn, fz.AbstractMesh(data=2), PARAMS, X), "FzeroTypeError", "not function,"),
+        (
+            (fz.mixed_precision("fp16")(fz.data_parallel(plain())), fz.AbstractMesh(data=2), PARAMS, X),
+            "FzeroValueError",
+            "extras['loss_scale']",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated(arguments: Any, kind: str, says: str) -> None:
+    with pytest.raises(fz.errors.FzeroError) as found:
+        fz.testing.simulate(*arguments)
+    assert type(found.value).__name__ == kind and says in str(found.value) and "\nFix: " in str(found.value)
