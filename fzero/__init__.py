@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fzero.transforms.accumulate import accumulate
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
+    from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.precision import mixed_precision
     from fzero.transforms.remat import remat
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
