@@ -183,10 +183,8 @@ class _Talk:
     def __init__(self, mesh: Mesh, owner: str = "compile", about: str = ""):
         self._mesh, self._store, self._owner = mesh, mesh.store, owner
         mesh.turns.begin(owner, about)
-        self._id, self._turn = (
-            self._store.add(f"fzero/agree/talks/{mesh.rank}", 1),
-            0,
-        )  # counted where the keys are: a process may join one group after another
+        # counted where the keys are: a process may join one group after another
+        self._id, self._turn = (self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0)
 
     def reporting(self, act: Callable[[], Any]) -> Any:
         """The result of `act`; if it raises, the other ranks learn of it."""
@@ -255,9 +253,8 @@ class _Talk:
                     fix,
                 )
             )
-        if (
-            self._turn == 0
-        ):  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
+        if self._turn == 0:
+            # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
             self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
         return notes

@@ -174,9 +174,8 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
     gradients. Nodes in `recompute` are never saved.
     """
-    from torch._functorch.partitioners import (
-        min_cut_rematerialization_partition,
-    )  # a second and 45 MB, which not every step needs
+    # a second and 45 MB, which not every step needs
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)

@@ -247,9 +247,10 @@ def test_a_plan_prices_each_axis_on_its_link():
 def test_the_text_says_over_which_axis_and_of_what():
     text = str(lowered("params", 2).program)
     assert "shard(data, node)" in text and "shard(data of data, node)" in text and "axis='node'" in text
+    # whole, then cut
     assert "axis=('data', 'node')" in str(
         fz.lower(step("opt_state"), fz.AbstractMesh(**AXES), params(5), torch.empty(4, 5)).program
-    )  # whole, then cut
+    )
 
 
 # --- on ranks ---

@@ -143,9 +143,8 @@ def test_a_block_is_traced_once_however_deep_the_model(monkeypatch, name):
         TRACED.clear()
         programs.append(gpt_program.__wrapped__(name, layers))
         traced.append(len(TRACED))
-    assert (
-        traced[0] == traced[1] <= 4
-    )  # forward and backward together, and its outputs; twice, for it changes the list that it reads
+    # forward and backward together, and its outputs; twice, for it changes the list that it reads
+    assert traced[0] == traced[1] <= 4
     assert len(programs[0].functions) == len(programs[1].functions)
     assert len(programs[1].lines) > 2 * len(programs[0].lines)
 

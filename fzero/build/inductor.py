@@ -97,9 +97,8 @@ class _Loader:
             if (entry := cache.read(self._keys[name])) is not None:
                 try:
                     made[name] = self._callable(name, entry, path)
-                except (
-                    Exception
-                ) as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
+                except Exception as error:
+                    # whole, but of another build of PyTorch or its compiler: their words are of every kind
                     logger.info(
                         "the cached function %s cannot be loaded and will be compiled again: %s: %s",
                         path,

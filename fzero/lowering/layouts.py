@@ -39,9 +39,8 @@ from fzero.transforms.precision import MixedPrecision
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
-    streams = any(
-        isinstance(t, Offload) for t in step.transforms
-    )  # what rests elsewhere travels in the dtype of its copy there
+    # what rests elsewhere travels in the dtype of its copy there
+    streams = any(isinstance(t, Offload) for t in step.transforms)
     products = (
         None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
     )

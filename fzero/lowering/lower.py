@@ -88,9 +88,8 @@ class Lowered:
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
-    stages: Callable[[], Mapping[str, Program]] = field(
-        default=dict, repr=False, compare=False
-    )  # the programs on the way, by the pass that made each
+    # the programs on the way, by the pass that made each
+    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.program)
@@ -260,10 +259,8 @@ def lower_inputs(
     least, auto = _least(step, budget)
     if budget is None:
         return lowered(least)
-    starts = [
-        least,
-        *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None),
-    ]  # copies there take room that must be given
+    # copies there take room that must be given
+    starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]
     if budget.nbytes is None:
         shared = [
             choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget)

@@ -50,16 +50,14 @@ class Variants:
         gradients: Mapping[str, Leaf],
     ):
         self._opening = (*opening(zero, num_micro, batch), *added(base))
-        self._shared: dict[
-            Any, tuple[Program, Program]
-        ] = {}  # with the program before, which keys know by the identity of its lines
+        # with the program before, which keys know by the identity of its lines
+        self._shared: dict[Any, tuple[Program, Program]] = {}
         self._begin(base, gradients)
 
     def _begin(self, base: Program, gradients: Mapping[str, Leaf]) -> None:
         self.base, self._gradients = base, gradients
-        self._waiting: dict[
-            int, dict[str, str]
-        ] = {}  # by the identity of lines, which of a program's gradients wait on disk
+        # by the identity of lines, which of a program's gradients wait on disk
+        self._waiting: dict[int, dict[str, str]] = {}
         self._own: dict[Any, Program] = {}  # as in `_shared`, with this base's leaves
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way

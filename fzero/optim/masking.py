@@ -30,9 +30,8 @@ class MaskedState(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    inner_states: dict[
-        Any, Any
-    ]  # label -> state of its transformation, for the leaves of that label; None if there are none
+    # label -> state of its transformation, for the leaves of that label; None if there are none
+    inner_states: dict[Any, Any]
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:

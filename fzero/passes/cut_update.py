@@ -118,9 +118,8 @@ class _Cutter:
                 for arg in node.all_input_nodes:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
-        for target, node in zip(
-            self.line.writes, self.outputs, strict=False
-        ):  # a leaf belongs to its new value, though it may not read it
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            # a leaf belongs to its new value, though it may not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)

@@ -354,9 +354,8 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
             if _is_update(line)
             else ()
         )
-        done = (
-            reduced if line.body and line.args else ()
-        )  # what was written on a guess is written before it is known to be right
+        # what was written on a guess is written before it is known to be right
+        done = reduced if line.body and line.args else ()
         if line.op == "disk_read_start":  # what was written to disk is there before it is read again
             done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
         while due := [

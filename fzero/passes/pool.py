@@ -261,9 +261,8 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        return (
-            not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
-        )  # compiled readers rely on the strides they were traced with
+        # compiled readers rely on the strides they were traced with
+        return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""

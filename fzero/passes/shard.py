@@ -47,16 +47,14 @@ class _Rewrite:
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )
-        self.staying = {
-            *blocks[len(blocks) - round(stay * len(blocks)) :]
-        }  # blocks whose parameters are gathered once a step over a slow axis
+        # blocks whose parameters are gathered once a step over a slow axis
+        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
-        self.leaf_of: dict[
-            str, tuple[str, Line | None]
-        ] = {}  # a sharded parameter, or its cast -> the leaf and the cast
+        # a sharded parameter, or its cast -> the leaf and the cast
+        self.leaf_of: dict[str, tuple[str, Line | None]] = {}
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
@@ -103,7 +101,8 @@ class _Rewrite:
                 and line.args[0] in self.leaf_of
                 and line.out[0].name not in self.sums
                 and "micro" not in line.attrs
-            ):  # cast on the shard, where it is gathered
+            ):
+                # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
@@ -116,9 +115,8 @@ class _Rewrite:
             elif line.attrs.get("scales") == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get(
-                    "of_sums"
-                ):  # reads what the ranks' sums add up to; any other line reads this rank's own
+                if line.attrs.get("of_sums"):
+                    # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
                 out += [*gathers, self._placed(new)]

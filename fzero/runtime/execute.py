@@ -63,9 +63,8 @@ def executable(
             failed = tiers.end()
         if failed is not None:  # on every rank, each at the end of its run
             raise failed
-        return tuple(
-            x.clone() if _within(x, memory) else x for x in outputs
-        )  # the pool is written again by the next run
+        # the pool is written again by the next run
+        return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does

@@ -39,9 +39,8 @@ Load = Callable[[], torch.Tensor]
 def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
     """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position."""
     (place,) = graph.inputs
-    keys = list(
-        graph.graph.find_nodes(op="call_function", target=DERIVE)
-    )  # one split makes the keys of many leaves: it is done once
+    # one split makes the keys of many leaves: it is done once
+    keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
     derived = _Run(Part(graph, [place], keys).extract()).run(key)
     values: dict[fx.Node, Load] = {
         n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
@@ -172,9 +171,10 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
+    # not -0.0
     return made.target is aten.zeros.default or (
         made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
-    )  # not -0.0
+    )
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
