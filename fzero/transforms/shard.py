@@ -4,7 +4,7 @@ fzero/passes/shard.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, predicate
@@ -187,6 +187,8 @@ class Zero:
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
     once: OnceAStep | None = None
+    # by path of a leaf and stage, the axes of the records that shard it: predicates are asked once
+    _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -197,10 +199,13 @@ class Zero:
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
         """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one,
         that has most."""
-        cut = lambda r: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1)  # noqa: E731
-        found = {r.stage: cut(r) for r in self.records if r.stage and r.shards(leaf)}
+        found = self._known.get(leaf.path)
+        if found is None:
+            cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.records if r.stage}
+            found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.records if r.stage and r.shards(leaf)}
         finest = max(found.values(), key=len, default=())
-        if leaf.role == "mutable" or leaf.numel < self.mesh.axis_size(finest):  # new values come whole to every rank
+        if leaf.role == "mutable" or leaf.numel < self.mesh.axis_size(finest):
+            # new values come whole to every rank
             return ()
         return max((axes for at_stage, axes in found.items() if at_stage >= stage), key=len, default=())
 
