@@ -44,6 +44,7 @@ class Job:
     num_outputs: int
     writes: tuple[int, ...]
     into: tuple[int, ...]
+    intertwined: bool = False  # see `compat.inductor_lower`
 
 
 class Failed(Exception):
@@ -152,7 +153,7 @@ def _work(
         # never read
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]
         try:
-            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu)
+            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, job.intertwined)
             plain[job.key] = cpp_kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except cpp_kernels.NotPlain as reason:
             skipped[job.name] = str(reason)
