@@ -44,7 +44,7 @@ def together(
         return lowered, build()()
     talk = _Talk(mesh, about=why)
     lowered, build = talk.reporting(make)
-    text = describe(lowered.program)
+    text = describe(*lowered.programs)
     talk.compare(text)
     connect = talk.reporting(build)
     talk.everyone({"built": True})
@@ -129,15 +129,16 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
         )
 
 
-def describe(program: Program) -> str:
-    """Everything two ranks must have in common, as text: PyTorch's switch, the program's lines and the operations of
-    its functions."""
+def describe(*programs: Program) -> str:
+    """Everything two ranks must have in common, as text: PyTorch's switch, and of each program of a set its lines and
+    the operations of its functions."""
     parts = [f"deterministic algorithms: {deterministic.setting()}"]
-    parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
-    parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
-    for name, function in program.functions.items():
-        parts.append(f"def {name}:")
-        parts += [f"    {line}" for line in signature(function.graph)]
+    for program in programs:
+        parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+        parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
+        for name, function in program.functions.items():
+            parts.append(f"def {name}:")
+            parts += [f"    {line}" for line in signature(function.graph)]
     return "\n".join(parts)
 
 

@@ -29,7 +29,7 @@ from fzero.exclusive import Exclusive, Holding
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
-AXES = ("replica", "data", "expert", "seq", "pipe", "model")
+AXES = ("node", "replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
 
 _MOST_DEVICES = 2**20  # a plan lists the ranks along an axis

@@ -60,6 +60,7 @@ from fzero.trace.record import uncollected
 from fzero.transforms import accumulate, remat, shard
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 
@@ -70,9 +71,13 @@ and some seconds."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its program, and the structures of what goes in and comes out."""
+    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
 
-    program: Program
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    There is one stage, of all ranks.
+    """
+
+    programs: tuple[Program, ...]
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
@@ -88,6 +93,12 @@ class Lowered:
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        (program,) = self.programs
+        return program
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -225,7 +236,8 @@ def lower_inputs(
         for passed in added(cut):
             cut = before[passed.name] = passed.verified(passed.rewrite(cut, None))
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
-        return _fitting(Lowered(verified(cut, closed(cut)), params, None, batch, structure, budget, stages=stages))
+        program = verified(cut, closed(cut))
+        return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
 
@@ -233,7 +245,7 @@ def lower_inputs(
         program = variants.verified(choice)
         stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
-            program,
+            (program,),
             params,
             traced.opt_state,
             batch,
@@ -261,7 +273,11 @@ def lower_inputs(
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
-        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
+        once = find(step.transforms, OnceAStep)
+        open_stay = once is not None and once.least < once.most
+        return choose(
+            variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay
+        )
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -386,7 +402,9 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     """The choice that takes least memory, and whether what blocks keep is open."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     auto = policy == "auto"
-    return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
+    limited, once = budget is not None and budget.nbytes is not None, find(step.transforms, OnceAStep)
+    stay = 0.0 if once is None else once.least if limited else once.most
+    return Choice(0.0 if auto and limited else policy, stay=stay), auto
 
 
 class Resolved(NamedTuple):
@@ -533,8 +551,8 @@ def _with(step: Step, transform: Any) -> Step | None:
     return None if more == step else more
 
 
-def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
-    """Of each parameter whether its state, its gradient and itself are sharded."""
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """Of each parameter the axes that its state, its gradient and itself are sharded over."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 

@@ -18,7 +18,7 @@ from fzero.passes import tiers
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.program.ir import WHOLE, Placement, Program, Value
+from fzero.program.ir import Program, Value, resting
 from fzero.trace.record import uncollected
 from fzero.transforms.shard import Zero
 
@@ -175,10 +175,7 @@ def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
     if not gradients:
         return program
     leaves = {leaf.path: leaf for leaf in gradients.values()}
-    values = (
-        Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE)
-        for x in leaves.values()
-    )
+    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in leaves.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from fzero import layout
 from fzero.passes.out_variants import with_functions
 from fzero.passes.regions import ALIGNMENT, Region, Slot, assign
+from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
@@ -44,7 +45,9 @@ class _Placer:
             uses.waits,
         )
         self.values = program.values_by_name
-        self.scattered = {a: line.axes for line in self._with("scatter").values() for a in line.args}
+        self.scattered = {
+            a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
+        }
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
@@ -152,16 +155,17 @@ class _Placer:
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        return (
-            layout.shard_numel(value.shape, size) * size
-            if axes and (size := self.mesh.axis_size(axes))
-            else _numel(value.held(self.mesh))
-        )
+        if value.placement.kind == "shard" or not axes:  # of a shard that is there already
+            return _numel(value.held(self.mesh))
+        return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(self._padded(v, axes), v) for v in outs]
+        slots = [
+            region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            for a, v in zip(line.args, outs, strict=True)
+        ]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
@@ -181,7 +185,10 @@ class _Placer:
         axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
+        wholes = [
+            self._source(source, a, number, self._padded(self.values[a], line.says(ScatterAttrs).grid or axes))
+            for a in line.args
+        ]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))

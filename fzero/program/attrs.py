@@ -191,6 +191,13 @@ class ReduceAttrs(GatherAttrs, JoinAttrs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScatterAttrs(ReduceAttrs):
+    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here."""
+
+    grid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
     """`memory`: which memory a disk reads to or writes from."""
 

@@ -183,6 +183,9 @@ class _Checker:
         if unknown := sorted(named - {*self.program.mesh.axes}):
             self.bad(line, f"the mesh has no axis {', '.join(map(repr, unknown))}")
             return
+        for v in line.out:
+            if not v.placement.is_nested:
+                self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
         self._tiers(line, args)
         OPS[line.op].check(line, args, self)
 

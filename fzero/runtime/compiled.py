@@ -127,10 +127,8 @@ class Compiled:
                 for name, f in self.program.functions.items()
             }
             assert self._lowered is not None
-            self._planned = (
-                self.program,
-                replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend),
-            )
+            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),))
+            self._planned = self.program, as_built.plan_on(None, self.backend)
         return self._planned[1]
 
     def _run_for(
@@ -291,7 +289,7 @@ class Compiled:
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
         ]
-        if changed or agree.describe(again.program) != agree.describe(lowered.program):
+        if changed or agree.describe(*again.programs) != agree.describe(*lowered.programs):
             others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
             if others and any(
                 place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()

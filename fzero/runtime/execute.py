@@ -84,9 +84,9 @@ class _Running:
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
 
     @functools.cache  # noqa: B019  # lives as long as the program
-    def part_of(self, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]:
+    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]:
         """Where this rank's part of a flat leaf begins, how many elements it has, and how many with its padding."""
-        leaf = Leaf("", "", shape, Layout(torch.float32, (axis,)))
+        leaf = Leaf("", "", shape, Layout(torch.float32, (axis,) if isinstance(axis, str) else axis))
         start, stop = leaf.valid_range(self.mesh)
         return start, stop - start, leaf.shard_numel(self.mesh)
 
