@@ -21,7 +21,7 @@ from fzero.plan.devices import KNOWN
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
-from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, TurnsAttrs
+from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.program.ops import transfer_bytes
 from fzero.trace.record import record
@@ -139,7 +139,7 @@ def test_a_reduction_holds_what_it_reads_until_its_wait():
         "reduce_scatter_start",
         ("g",),
         (Value("h", (), torch.uint8, Placement("moving")),),
-        attrs=ReduceAttrs(axes=("data",), reduction="sum"),
+        attrs=ScatterAttrs(axes=("data",), reduction="sum"),
     )
     wait = Line("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
     lines = [
