@@ -13,6 +13,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "FzeroError",
+    "FzeroValueError",
+    "FzeroTypeError",
+    "TransformError",
+    "TraceError",
+    "BudgetError",
+    "VerifyError",
+    "DivergenceError",
+    "BusyError",
+    "TierError",
+    "LossScaleError",
+    "EquivalenceError",
+    "CheckpointError",
+]
+
 
 class FzeroError(Exception):
     """Base class of every error raised by fzero.

@@ -20,6 +20,19 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 
+__all__ = [
+    "flatten",
+    "unflatten",
+    "leaves",
+    "structure",
+    "map",
+    "map_with_path",
+    "paths",
+    "names",
+    "select",
+    "describe",
+]
+
 Tree = Any
 TreeSpec = optree.PyTreeSpec
 

@@ -70,7 +70,16 @@ and some seconds."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its program, and the structures of what goes in and comes out."""
+    """A step lowered for a mesh: its program, and the structures of what goes in and comes out.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
+        >>> lowered.plan.fits("80GB"), len(lowered.program.lines) > 10
+        (True, True)
+    """
 
     program: Program
     params: Inputs
