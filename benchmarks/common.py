@@ -42,9 +42,8 @@ class Group:
         cache: str | None = None,
     ):
         self._timeout = timeout
-        self._cache = tempfile.TemporaryDirectory(
-            prefix="fzero-bench-", ignore_cleanup_errors=True
-        )  # every group compiles from nothing
+        # every group compiles from nothing
+        self._cache = tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True)
         cache = cache or self._cache.name  # unless it is told where others have
         if (calibration := _calibration()).exists():  # this machine's rates are no result of compiling
             shutil.copy(calibration, cache)

@@ -65,9 +65,8 @@ CONTESTANTS = {
     "deepspeed_zero3_offload": Contestant(
         "DeepSpeed ZeRO-3, CPU optimizer", "deepspeed", 3, optional=True, offload=True
     ),
-    "fsdp2_bf16": Contestant(
-        "FSDP2, bf16", "fsdp2", bf16=True, optional=True
-    ),  # minutes a step on a CPU without native bf16
+    # minutes a step on a CPU without native bf16
+    "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),
     "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
     "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
     "floor_fzero_bf16": Contestant("floor: fzero, one process, bf16", "fzero", bf16=True, alone="part"),
@@ -110,9 +109,8 @@ def worker(args: argparse.Namespace) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
         for name in ("torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"):
-            importlib.import_module(
-                name
-            )  # what some load while they build, an optimizer among them, is in nobody's growth
+            # what some load while they build, an optimizer among them, is in nobody's growth
+            importlib.import_module(name)
         live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
         parts = 1 if contestant.alone == "whole" else args.parts
         live["batches"] = [
@@ -250,9 +248,8 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(
-        dist_backend="gloo", verbose=False
-    )  # builds an operator on the first run on a machine: a minute
+    # builds an operator on the first run on a machine: a minute
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     elsewhere = {"offload_optimizer": {"device": "cpu"}} if contestant.offload else {}
     settings = {
         "train_micro_batch_size_per_gpu": config.batch // args.parts,

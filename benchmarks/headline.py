@@ -21,12 +21,8 @@ from common import RESULTS, publish
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 BUDGETS = {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"}
-CASES = (
-    (1, True),
-    (4, True),
-    (8, True),
-    (4, False),
-)  # micro-batches, and whether all pass through a block before the next
+# micro-batches, and whether all pass through a block before the next
+CASES = ((1, True), (4, True), (8, True), (4, False))
 
 
 def main() -> None:

@@ -38,11 +38,8 @@ from fzero.plan.devices import Device, get_device
 from fzero.units import parse_bytes
 
 ROLES = ("opt_state", "params", "activations")
-CEILING_LIMIT, PEAK_LIMIT, PEAK_TOKENS = (
-    0.85,
-    0.5,
-    65536,
-)  # shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on
+# shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on
+CEILING_LIMIT, PEAK_LIMIT, PEAK_TOKENS = (0.85, 0.5, 65536)
 ADAM = 12  # bytes of state a parameter
 DRY_HOST = 150e9  # bytes/s of host memory beside a current device, for --dry
 HOST_SHARE = 0.85  # of the host's memory: what may rest there

@@ -173,9 +173,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 {k: max(rank["steps"][i][k] for rank in ranks) for k in ranks[0]["steps"][i]}
                 for i in range(args.steps + 1)
             ]
-            point = {k: max(rank[k] for rank in ranks) for k in ranks[0] if k != "steps"} | {
-                "steps": steps
-            }  # of the ranks the one with more
+            # of the ranks the one with more
+            point = {k: max(rank[k] for rank in ranks) for k in ranks[0] if k != "steps"} | {"steps": steps}
             points.append(
                 {"processes": processes, "where": where, **point, "direct": all(rank["direct"] for rank in ranks)}
             )

@@ -66,9 +66,8 @@ def worker(args: argparse.Namespace) -> None:
         for name in ("compute", *offloaded(args)):
             transforms = [fz.offload("nvme", OFFLOADED[name], path=args.path)] if name in OFFLOADED else []
             step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
-            budget = (
-                {"disk_budget": 13 * config.num_params} if name == "waiting" else {}
-            )  # 12 bytes a parameter, and some to fill sectors
+            # 12 bytes a parameter, and some to fill sectors
+            budget = {"disk_budget": 13 * config.num_params} if name == "waiting" else {}
             train = fz.compile(step, mesh, backend=args.backend, **budget)
             live[name] = _stepper(train, train.init(make_init(config), fz.random.key(0)), batch)
             if name in OFFLOADED:
@@ -104,17 +103,15 @@ def _disk_alone(train: Any, path: list[str]) -> tuple[Callable[[], None], float,
     from fzero.comm import disk
 
     program = train.program
-    offsets: dict[
-        str, tuple[int, int]
-    ] = {}  # of every leaf on disk: where its bytes begin here, and how many whole blocks they are
+    # of every leaf on disk: where its bytes begin here, and how many whole blocks they are
+    offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name, leaf in program.leaves.items():
         if leaf.layout.tier == "disk":
             offsets[name] = end, disk.padded(math.prod(leaf.resting_shape(program.mesh)) * leaf.dtype.itemsize)
             end += offsets[name][1]
-    copies = [
-        line for line, times in program.walk() if times and line.op in ("disk_read_start", "disk_write_start")
-    ]  # not those of a wrong guess
+    # not those of a wrong guess
+    copies = [line for line, times in program.walk() if times and line.op in ("disk_read_start", "disk_write_start")]
     transfers = [(line.op, [offsets[a] for a in line.writes or line.args]) for line in copies]
     largest = max(sum(size for _, size in spans) for _, spans in transfers)
     files, ring = disk.Files(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
@@ -132,9 +129,8 @@ def _disk_alone(train: Any, path: list[str]) -> tuple[Callable[[], None], float,
         for transfer in under_way:
             transfer.wait()
 
-    files.write(
-        [(at, ring[0][: min(largest, end - at)]) for at in range(0, end, largest)]
-    ).wait()  # the first write to a block costs more
+    # the first write to a block costs more
+    files.write([(at, ring[0][: min(largest, end - at)]) for at in range(0, end, largest)]).wait()
     return run, sum(size for _, spans in transfers for _, size in spans) / 1e9, files
 
 

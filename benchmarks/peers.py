@@ -137,9 +137,8 @@ class Contest:
 
 def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
     """What every contestant took: seconds by round, memory, losses."""
-    with tempfile.TemporaryDirectory(
-        prefix="fzero-bench-", ignore_cleanup_errors=True
-    ) as caches:  # nothing is compiled before the first start
+    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as caches:
+        # nothing is compiled before the first start
         contest = Contest(args, caches)
         try:
             for number in range(args.rounds):
@@ -151,9 +150,8 @@ def measure(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, A
     for found in contest.found.values():
         found |= {k: statistics.median(r[k] for r in found["rounds"]) for k in ("wall_s", "cpu_s")}
         found |= {f"{k}_by_round": found[k] for k in FIELDS} | {k: statistics.median(found[k]) for k in FIELDS}
-        found["build_growth_mib"] = found["build_growth_mib_by_round"][
-            0
-        ]  # cold: later starts find what the first has compiled
+        # cold: later starts find what the first has compiled
+        found["build_growth_mib"] = found["build_growth_mib_by_round"][0]
     return contest.found
 
 
@@ -173,9 +171,8 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
         for kind in ("cpu_s", "wall_s"):
             if top not in found or bottom not in found:
                 continue
-            both = (
-                top.endswith("bf16") or CONTESTANTS[top].offload
-            )  # of bf16 the kernels differ, not the waits; of what is offloaded both may
+            # of bf16 the kernels differ, not the waits; of what is offloaded both may
+            both = top.endswith("bf16") or CONTESTANTS[top].offload
             wanted = limit if kind == "cpu_s" or both else None
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
             name, middle = f"{top} / {bottom}, {kind}", statistics.median(each)

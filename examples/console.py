@@ -60,9 +60,8 @@ def progress(
                 else []
             )
             file = stack.enter_context(open(args.json, "w"))
-            file.writelines(
-                line for line in lines if json.loads(line)["step"] <= start
-            )  # steps after the checkpoint come again
+            # steps after the checkpoint come again
+            file.writelines(line for line in lines if json.loads(line)["step"] <= start)
         if RANK == 0 and (console := Console()).is_terminal:
             bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),

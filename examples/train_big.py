@@ -179,9 +179,8 @@ def run(args: argparse.Namespace) -> None:
     text = fz.data.TokenDataset(fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed)
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
     train = fz.compile(step, mesh, backend=args.backend)
-    saved = (
-        fz.checkpoint.find(args.out) if args.resume else None
-    )  # none yet: the same command starts a run and goes on with it
+    # none yet: the same command starts a run and goes on with it
+    saved = fz.checkpoint.find(args.out) if args.resume else None
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
     start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     below = tiers(state, args.memory)

@@ -148,33 +148,27 @@ def run(args: argparse.Namespace) -> None:
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):
-        return fz.weighted(
-            gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel()
-        )  # a mean over all ranks
+        # a mean over all ranks
+        return fz.weighted(gpt(params, tokens, targets, heads=args.heads)[0] * targets.numel(), targets.numel())
 
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
     train = fz.compile(step, mesh, backend=args.backend)
-    validate = fz.compile(
-        spread(fz.eval_step(validation_loss)), mesh, backend="eager"
-    )  # the same transforms, forward only;
+    # the same transforms, forward only;
+    validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 
     text, held_out = fz.data.TokenDataset(
         fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed
     ).split(0.02)
-    here = {
-        "rank": mesh.index("data"),
-        "size": mesh.axis_size("data"),
-    }  # the global batch of a step is the same on any mesh
-    saved = (
-        fz.checkpoint.find(args.out) if args.resume else None
-    )  # none yet: the same command starts a run and goes on with it
+    # the global batch of a step is the same on any mesh
+    here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
+    # none yet: the same command starts a run and goes on with it
+    saved = fz.checkpoint.find(args.out) if args.resume else None
     state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    start = (
-        text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
-    )  # batches seen; with fp16 some of them were no step
+    # batches seen; with fp16 some of them were no step
+    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     say(
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: "
         f"{f'resuming at step {start}' if start else 'training'}"
@@ -189,11 +183,8 @@ def run(args: argparse.Namespace) -> None:
         clock = time.perf_counter()
         for index, batch in batches:
             state, metrics = train(state, batch)
-            done, loss, grad_norm = (
-                index + 1,
-                float(metrics["loss"]),
-                float(metrics["grad_norm"]),
-            )  # float() waits for the step
+            # float() waits for the step
+            done, loss, grad_norm = (index + 1, float(metrics["loss"]), float(metrics["grad_norm"]))
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
             peak = (
                 torch.cuda.max_memory_allocated()

@@ -44,7 +44,7 @@ def together(
         return lowered, build()()
     talk = _Talk(mesh, about=why)
     lowered, build = talk.reporting(make)
-    text = describe(lowered.program)
+    text = describe(*lowered.programs)
     talk.compare(text)
     connect = talk.reporting(build)
     talk.everyone({"built": True})
@@ -129,15 +129,16 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
         )
 
 
-def describe(program: Program) -> str:
-    """Everything two ranks must have in common, as text: PyTorch's switch, the program's lines and the operations of
-    its functions."""
+def describe(*programs: Program) -> str:
+    """Everything two ranks must have in common, as text: PyTorch's switch, and of each program of a set its lines and
+    the operations of its functions."""
     parts = [f"deterministic algorithms: {deterministic.setting()}"]
-    parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
-    parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
-    for name, function in program.functions.items():
-        parts.append(f"def {name}:")
-        parts += [f"    {line}" for line in signature(function.graph)]
+    for program in programs:
+        parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+        parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
+        for name, function in program.functions.items():
+            parts.append(f"def {name}:")
+            parts += [f"    {line}" for line in signature(function.graph)]
     return "\n".join(parts)
 
 
@@ -182,10 +183,8 @@ class _Talk:
     def __init__(self, mesh: Mesh, owner: str = "compile", about: str = ""):
         self._mesh, self._store, self._owner = mesh, mesh.store, owner
         mesh.turns.begin(owner, about)
-        self._id, self._turn = (
-            self._store.add(f"fzero/agree/talks/{mesh.rank}", 1),
-            0,
-        )  # counted where the keys are: a process may join one group after another
+        # counted where the keys are: a process may join one group after another
+        self._id, self._turn = (self._store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0)
 
     def reporting(self, act: Callable[[], Any]) -> Any:
         """The result of `act`; if it raises, the other ranks learn of it."""
@@ -254,9 +253,8 @@ class _Talk:
                     fix,
                 )
             )
-        if (
-            self._turn == 0
-        ):  # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
+        if self._turn == 0:
+            # all have come here, and so read what was said in the talk before: a long run's notes would fill the store
             self._store.delete_key(f"fzero/agree/{self._id - 1}/0/{self._mesh.rank}")
         self._turn += 1
         return notes

@@ -174,9 +174,8 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
     gradients. Nodes in `recompute` are never saved.
     """
-    from torch._functorch.partitioners import (
-        min_cut_rematerialization_partition,
-    )  # a second and 45 MB, which not every step needs
+    # a second and 45 MB, which not every step needs
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
@@ -276,7 +275,13 @@ class Lowered:
     writes: tuple[int, ...]
 
 
-def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor], trust_cpu: bool) -> Lowered:
+_FEW_OPERATIONS = 12
+"""Of a value of an intertwined graph before it is given a buffer: with 6 or 30 it takes longer."""
+
+
+def inductor_lower(
+    graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor], trust_cpu: bool, intertwined: bool = False
+) -> Lowered:
     """Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as text.
 
     Args:
@@ -284,6 +289,10 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
         example_inputs: tensors of the shapes, strides and dtypes it will see.
         trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe
             for each set, 8 s in all.
+        intertwined: the graph has long chains of operations that each read several earlier ones, as the rounds of a
+            cipher do. Inductor writes an operation out once for each path that leads to it, until there are so many
+            that it gives the value a buffer (which fusion takes away again): 9 s of CPU for one random draw, 0.5 s if
+            that comes soon.
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
@@ -303,6 +312,7 @@ def inductor_lower(graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
         "compile_threads": 1,
         "force_disable_caches": True,
         "cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok,
+        **({"realize_opcount_threshold": _FEW_OPERATIONS} if intertwined else {}),
     }
     unpatched = AsyncCompile.cpp_pybinding
     AsyncCompile.cpp_pybinding = lambda self, argtypes, source: None  # type: ignore[method-assign]

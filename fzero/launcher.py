@@ -107,9 +107,8 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
         otherwise()
     if teller.split(" ")[0] == me:
         text = brief(error, frames)
-        if (
-            file and last_life and not isinstance(error, DivergenceError)
-        ):  # which torchrun's SIGTERM may follow at once: it would be lost
+        if file and last_life and not isinstance(error, DivergenceError):
+            # which torchrun's SIGTERM may follow at once: it would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": facts}))
         elif otherwise is None:

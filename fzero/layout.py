@@ -4,6 +4,11 @@ A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-pad
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
 number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
 
+[Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and
+so on. What is gathered over the last axis is then a shard over those before it, contiguous too. For that all of them
+are cut from the same padded whole: the *grid* is the axes of the finest cut that a leaf has anywhere (of its optimizer
+state), which begin with its own, and padding is for the grid.
+
 [Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that
 no *block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same
 numbers on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
@@ -40,12 +45,17 @@ FP8 = "extras['fp8']"
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier (one of `TIERS`), and the dtype it is
-    stored in."""
+    """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`),
+    the dtype it is stored in, and the axes that it is padded for where they are more than its own ([Note: several
+    axes])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     tier: str = "device"
+    grid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
 
 
 class Storage(Protocol):
@@ -112,7 +122,7 @@ class Leaf:
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
-        return shard_numel(self.shape, self.num_shards(mesh))
+        return shard_numel(self.shape, self.num_shards(mesh), mesh.axis_size(self.layout.grid))
 
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes else self.shape
@@ -145,15 +155,36 @@ def granule(shape: Sequence[int]) -> int:
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 
-def shard_numel(shape: Sequence[int], size: int) -> int:
-    """Elements of each of `size` shards of a leaf of this shape, with padding.
+class Cut(NamedTuple):
+    """How leaves are cut into flat shards: over which axes, into how many, and for how many they are padded, if those
+    are more."""
+
+    axes: tuple[str, ...]
+    size: int
+    grid: int = 1
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of each shard of a leaf of this shape, with padding."""
+        return shard_numel(shape, self.size, self.grid)
+
+
+def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that a shard over `axes` is padded for, if they are more than its own; else none."""
+    return grid if axes and grid != axes else ()
+
+
+def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
+    """Elements of each of `size` shards of a leaf of this shape, with padding; `grid`: for how many shards it is
+    padded, if they are more.
 
     Example:
         >>> shard_numel((10,), 4), shard_numel((64, 70), 4), shard_numel((64, 70), 1)
         (3, 1280, 4480)
+        >>> shard_numel((9,), 2), shard_numel((9,), 2, 4)
+        (5, 6)
     """
-    numel, unit = math.prod(shape), granule(shape)
-    return numel if size == 1 else -(-numel // (size * unit)) * unit
+    numel, unit, finest = math.prod(shape), granule(shape), max(size, grid)
+    return numel if size == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it

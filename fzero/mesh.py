@@ -29,7 +29,7 @@ from fzero.exclusive import Exclusive, Holding
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
-AXES = ("replica", "data", "expert", "seq", "pipe", "model")
+AXES = ("node", "replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
 
 _MOST_DEVICES = 2**20  # a plan lists the ranks along an axis
@@ -111,9 +111,8 @@ class Mesh(AbstractMesh):
     timeout: float = 600.0  # seconds to wait for another rank
     transport: Any = None  # how it moves data, once it did (comm/transport.py)
     copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
-    gather_groups: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # on CUDA by axis: gathers do not queue behind reductions
+    # on CUDA by axis: gathers do not queue behind reductions
+    gather_groups: Mapping[str, Any] = field(default_factory=dict)
     joined: Any = None  # the default process group it was made in
     _store: Any = None
     _turns: Any = None

@@ -474,9 +474,8 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def apply(step: Any) -> Any:
         for i, transform in enumerate(transforms):
-            step = (
-                transform.add(step) if hasattr(transform, "add") else transform(step)
-            )  # one that does nothing to an evaluation is taken along
+            # one that does nothing to an evaluation is taken along
+            step = transform.add(step) if hasattr(transform, "add") else transform(step)
             if not hasattr(step, "transforms"):
                 raise FzeroTypeError(
                     message(

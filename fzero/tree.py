@@ -207,12 +207,10 @@ class Contents:
     its tensors."""
 
     def __init__(self, *trees: Tree):
-        self._views: list[
-            Iterable[Any]
-        ] = []  # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
-        self._others: list[
-            tuple[Any, list[Any]]
-        ] = []  # containers that can be seen through optree alone, and what they held
+        # live, of what can be changed: keys and values of dictionaries, lists, attributes of dataclasses
+        self._views: list[Iterable[Any]] = []
+        # containers that can be seen through optree alone, and what they held
+        self._others: list[tuple[Any, list[Any]]] = []
         for node in trees:
             flatten(node)  # registers dataclasses
             self._look(node)

@@ -122,14 +122,12 @@ class Turns:
         if self._store is None:
             return
         others = {}
-        with contextlib.suppress(
-            dist.DistError
-        ):  # a store that is gone knows nothing: whoever waits for it will say so
+        with contextlib.suppress(dist.DistError):
+            # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
                 self._say()
-            if self._store.check(
-                [_ENDED]
-            ):  # before the others' notes are read: who ended a turn because ranks had parted has read them
+            if self._store.check([_ENDED]):
+                # before the others' notes are read: who ended a turn because ranks had parted has read them
                 self._ended = self._store.get(_ENDED).decode()
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([_place(rank)]):

@@ -173,13 +173,8 @@ def vision(name: str, kind: str | None = None, **settings: Any) -> None:
     MODELS[name] = make
 
 
-MHA = (
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "hidden_size",
-)  # names that a configuration of its own has
+# names that a configuration of its own has
+MHA = ("num_attention_heads", "intermediate_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
 GQA = {"num_key_value_heads": 2}
 GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "drop": MHA}
 MASKED = "AutoModelForMaskedLM"

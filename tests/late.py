@@ -125,9 +125,8 @@ class LateCopies:
     def _started(self, sources: Tensors, into: Tensors | None) -> _Job:
         assert into is not None, "two memories"
         self._catch_up(lambda job: meet(job.targets, (*sources, *into)) or meet(job.sources, into))
-        self._unsettled = [
-            job for job in self._unsettled if not meet(job.sources, into)
-        ]  # the device carries out one after the other
+        # the device carries out one after the other
+        self._unsettled = [job for job in self._unsettled if not meet(job.sources, into)]
         job = _Job([(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()])
         for target in job.targets:
             _poison(target)

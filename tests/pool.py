@@ -241,9 +241,8 @@ def _worker_environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if "lo" in {name for _, name in socket.if_nameindex()}:
-        env.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # else gloo looks this host's name up, which a container need not know
+        # else gloo looks this host's name up, which a container need not know
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return env
 
 
@@ -342,9 +341,8 @@ def _read_jobs(connection: Connection, jobs: queue.Queue[bytes]) -> None:
 
 def _run_job(job: bytes, filters: Sequence[str]) -> RaisedOnRank:
     try:
-        fn, args, kwargs = pickle.loads(
-            job
-        )  # imports the test's module, outside of its warning filters as pytest's collection has been through it
+        # imports the test's module, outside of its warning filters as pytest's collection has been through it
+        fn, args, kwargs = pickle.loads(job)
         torch.manual_seed(0)
         with warnings.catch_warnings():
             for line in filters:

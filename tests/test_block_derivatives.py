@@ -15,9 +15,8 @@ import torch.utils.checkpoint
 import fzero as fz
 from fzero import optim
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)  # what forward mode imports
+# what forward mode imports
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 PARAMS = {name: torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) / 2 for i, name in enumerate("wv")}
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(9))
 grad = torch.autograd.grad

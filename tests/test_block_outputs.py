@@ -18,9 +18,8 @@ MASK = (0.0, 0.0, 0.0, 0.0, 0.0, float("-inf"), float("-inf"))
 
 def attention(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = (x @ p["w"] + torch.tensor(MASK)).softmax(-1)
-    return weights @ p["v"], -torch.where(weights > 0, weights * weights.log(), 0.0).sum(
-        -1
-    ).mean()  # an entropy, whose derivative at 0 is inf
+    # an entropy, whose derivative at 0 is inf
+    return weights @ p["v"], -torch.where(weights > 0, weights * weights.log(), 0.0).sum(-1).mean()
 
 
 def logged(layer: Any) -> Callable[..., Any]:

@@ -660,10 +660,8 @@ def test_what_a_block_changes_itself() -> None:
     made = [functions(loss(Counting()), [PARAMS] * n) for n in (6, 12)]
     counting = Counting()
     functions(loss(counting), [PARAMS] * 12)
-    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (
-        made,
-        counting.calls,
-    )  # the first layer's input has no gradient
+    # the first layer's input has no gradient
+    assert len(made[0]) == len(made[1]) and counting.calls <= 8, (made, counting.calls)
 
     counting.by = 0.0
     with pytest.raises(fz.errors.TraceError, match="block Counting: computes something else"):

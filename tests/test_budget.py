@@ -236,9 +236,8 @@ def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
 
 def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
     pairs = sharable(unordered)
-    assert (
-        len(pairs) == 2
-    )  # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
+    # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
+    assert len(pairs) == 2
     shared = overlap(unordered, Order(shared=1))
     assert len(starts(shared)) == len(starts(unordered)) - 1
     assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {

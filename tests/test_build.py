@@ -585,6 +585,25 @@ def test_a_function_arrives_in_another_process_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(arrived(x, index), made(x, index), strict=True))
 
 
+def test_operators_of_ours_are_known_where_functions_are_compiled(tmp_path):
+    """A process that compiles imports little: the modules that define them come with the graph."""
+    from fzero.operators import ctc, index_sums, quant_blocks, recurrent, scaled_matmul
+
+    ours = [random.DRAW, random.DERIVE, index_sums.add_at, quant_blocks.BLOCK_MAX, scaled_matmul.scaled_mm]
+    ours += [recurrent.layer, recurrent.network_backward, *ctc.CTC.values(), torch.ops.aten.neg.default]
+    graph = fx.Graph()
+    for op in ours:
+        graph.call_function(op)
+    graph.output(())
+    path = tmp_path / "graph"
+    path.write_bytes(pickle.dumps(graph_pickle.plain(graph)))
+    code = "import pickle, sys; from pathlib import Path; from fzero.build import graph_pickle, worker\n"
+    code += "nodes = graph_pickle.restored(pickle.loads(Path(sys.argv[1]).read_bytes())).graph.nodes\n"
+    code += "print(*[n.target for n in nodes if n.op == 'call_function'])"
+    end = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert end.stdout.split() == [str(op) for op in ours], end.stderr
+
+
 def test_large_work_is_compiled_in_several_units():
     jobs = [worker.Job(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
     plain = {str(i): cpp_kernels.Plain(None, {"k": cpp_kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]

@@ -119,9 +119,8 @@ def test_a_file_of_another_machine_or_version_is_refused(here, change, shown):
     assert shown in str(error.value)
     assert str(error.value).splitlines()[-1].startswith("Fix:") and "fzero calibrate" in str(error.value)
     assert get_device(None) is KNOWN["cpu"]  # by default it is as if there were none
-    assert get_device(calibration_path()) == Device.from_json(
-        calibration_path().read_text()
-    )  # a plan may be for any machine
+    # a plan may be for any machine
+    assert get_device(calibration_path()) == Device.from_json(calibration_path().read_text())
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2, "torch": "x", "machine": 3}'])

@@ -246,9 +246,8 @@ def test_every_dtype_and_shape_is_bit_exact(tmp_path: Path, dtype: torch.dtype) 
     def noise(*shape: int) -> torch.Tensor:
         if dtype == torch.bool:
             return torch.rand(shape) > 0.5
-        return (
-            torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)
-        )  # NaNs with payloads among them
+        # NaNs with payloads among them
+        return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)
 
     params = [noise(), noise(0), noise(0, 3), noise(5), noise(2, 3), noise(6, 4).T]
     save_on(tmp_path, State(1, params), data=2)
@@ -608,9 +607,8 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, State(7, {"a": torch.full((3,), value)}))
     assert read_whole(tmp_path)["params.a"].tolist() == [2.0] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
-    os.rename(
-        tmp_path / "step-00000007", tmp_path / "step-00000007.replaced"
-    )  # as a kill between two renames leaves it
+    # as a kill between two renames leaves it
+    os.rename(tmp_path / "step-00000007", tmp_path / "step-00000007.replaced")
     assert read_whole(tmp_path)["params.a"].tolist() == [2.0] * 3
     checkpoint.save(tmp_path, State(8, {"a": torch.ones(3)}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007", "step-00000008"]
@@ -837,9 +835,8 @@ def act_in_processes(root: Path) -> None:
     if mesh.rank == 0:
         os.truncate(path / "rank-00001-of-00002.safetensors", 20)
     torch.distributed.barrier()
-    raises(
-        lambda: checkpoint.read(path, {"params.w": leaf}, mesh), "rank 1: ", "truncated"
-    )  # though only rank 1 needs that file
+    # though only rank 1 needs that file
+    raises(lambda: checkpoint.read(path, {"params.w": leaf}, mesh), "rank 1: ", "truncated")
 
 
 def test_two_real_processes(tmp_path: Path, run_ranks: Any) -> None:

@@ -204,9 +204,8 @@ def test_without_a_budget_the_plan_is_compared_with_the_devices_own_memory(run):
         assert bool(re.search("--budget [0-9.e-]+GB looks", out)) == bool(want)
         code, out, _ = run("plan", "targets.py:good", *MESH, *device, "--json")
         assert code == want and json.loads(out)["device_memory"] == {"bytes": nbytes, "fits": not want}
-    code, out, _ = run(
-        "plan", "targets.py:good", *MESH
-    )  # on whatever is here: of a generic device nobody has the memory
+    # on whatever is here: of a generic device nobody has the memory
+    code, out, _ = run("plan", "targets.py:good", *MESH)
     assert code == 0 and "fit" not in out.splitlines()[-1]
 
 
@@ -544,9 +543,8 @@ def test_as_a_process():
 
 def started(*args):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    interrupted = functools.partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a shell starts what runs in the background with it ignored
+    # a shell starts what runs in the background with it ignored
+    interrupted = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
         [sys.executable, "-m", "fzero", *args],
         stdout=subprocess.PIPE,

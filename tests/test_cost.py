@@ -175,9 +175,8 @@ def test_an_update_in_place_reads_and_writes_its_state_once():
     line = next(x for x in program.lines if x.op == "call" and any("layers" in w for w in x.writes))
     numel = sum(program.leaves[w].shard_numel(program.mesh) for w in line.writes if w.startswith("params"))
     found = cost.cost_of(program.functions[line.fn])
-    assert found.bytes == pytest.approx(
-        7 * 4 * numel, rel=0.01
-    )  # parameter, gradient, two moments; and all but the gradient written
+    # parameter, gradient, two moments; and all but the gradient written
+    assert found.bytes == pytest.approx(7 * 4 * numel, rel=0.01)
 
 
 # --- temporaries ---
@@ -274,9 +273,8 @@ def test_memory_given_for_outputs_is_not_counted():
     assert cost.temporaries(f) == 0  # the product's memory becomes the output …
     assert cost.temporaries(dataclasses.replace(f, into=(0,))) == 0  # … or what is given for it
     assert cost.temporaries(f, "eager") == 64 * 64 * 4
-    assert (
-        cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
-    )  # which an eager function only copies to
+    # which an eager function only copies to
+    assert cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
 
 
 # --- transfers ---
@@ -303,11 +301,8 @@ DEVICE: Device = dataclasses.replace(
     ("axes", "axis", "expected"),
     [
         ({"data": 4}, "data", 3e-6 + 0.75e9 / 100e9),  # within a host
-        (
-            {"data": 8},
-            "data",
-            5e-6 + 2e-5 + 0.875e9 / 40e9,
-        ),  # two hosts of four: two of seven steps cross, over four adapters
+        # two hosts of four: two of seven steps cross, over four adapters
+        ({"data": 8}, "data", 5e-6 + 2e-5 + 0.875e9 / 40e9),
         ({"replica": 2, "data": 4}, "replica", 2e-5 + 0.5e9 / 10e9),  # one rank of each host
         ({"replica": 2, "data": 4}, "data", 3e-6 + 0.75e9 / 100e9),
     ],

@@ -668,9 +668,8 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     good.mkdir()
     closed.mkdir()
     access = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: Path(path) != closed and access(path, mode)
-    )  # who runs this may be root
+    # who runs this may be root
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and access(path, mode))
     with pytest.raises(FzeroValueError) as caught:
         disk.check([tmp_path / "none", file, closed, good, good], 1 << 60, num_ranks=2)
     lines = str(caught.value).splitlines()

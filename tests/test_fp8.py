@@ -174,9 +174,8 @@ def init(key: torch.Tensor) -> Any:
     keys = iter(fz.random.split(key, 10))
 
     def matrix(*shape: int) -> torch.Tensor:
-        spread = torch.exp2(
-            -torch.arange(shape[0]).float() / 1.5
-        )  # rows of very different sizes: with one scale for all the last are subnormal
+        # rows of very different sizes: with one scale for all the last are subnormal
+        spread = torch.exp2(-torch.arange(shape[0]).float() / 1.5)
         return 0.3 * fz.random.normal(next(keys), shape) * spread[:, None]
 
     layers = [{"up": matrix(WIDTH, 48), "down": matrix(WIDTH, 48), "bias": torch.zeros(48)} for _ in range(3)]

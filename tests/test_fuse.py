@@ -74,9 +74,8 @@ def with_aux(params, batch):
 def test_glue_between_is_taken_in():
     program = gpt(loss=with_aux, has_aux=True)
     calls = [line.fn for line in program.lines if line.op == "call"]
-    assert (
-        fused(program) == ["head_value_and_grad"] and "glue_1" not in calls
-    )  # which made the loss and the seed of the backward
+    # which made the loss and the seed of the backward
+    assert fused(program) == ["head_value_and_grad"] and "glue_1" not in calls
 
 
 def with_scale(params, batch):

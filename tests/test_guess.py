@@ -26,16 +26,8 @@ from fzero.program.verify_pool import check
 
 WIDTH = 48
 SCALES = (0.1, 0.1, 9.0, 9.0, 0.1, 0.1, 9.0, 0.1)  # of the batch, and of the gradients: below the clip and above it
-MOVED = (
-    1,
-    1,
-    2,
-    1,
-    1,
-    1,
-    2,
-    1,
-)  # passes over the state: a step guesses if the one before would have been right, and the first does not
+# passes over the state: a step guesses if the one before would have been right, and the first does not
+MOVED = (1, 1, 2, 1, 1, 1, 2, 1)
 REDONE = [True, False, True, True, True, False, True, True]  # so of these steps two are right at once
 
 

@@ -167,11 +167,8 @@ def test_no_mutation_is_accepted(name: str) -> None:
 def test_the_programs_have_every_op() -> None:
     """Or an op's rule would be broken by nothing here."""
     seen = {line.op for name in PROGRAMS for line, _ in program_of(name).walk()}
-    assert {*OPS} - seen == {
-        "update",
-        "redo",
-        "zeros",
-    }  # of programs that are not cut, and of guesses: in tests/test_verify.py and tests/test_guess.py
+    # of programs that are not cut, and of guesses: in tests/test_verify.py and tests/test_guess.py
+    assert {*OPS} - seen == {"update", "redo", "zeros"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -48,13 +48,8 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return out
 
 
-CHOSEN = [
-    "cpu half",
-    "cpu where",
-    "nvme half",
-    "nvme where",
-    "other mix",
-]  # which differ from others in the leaves that they take
+# which differ from others in the leaves that they take
+CHOSEN = ["cpu half", "cpu where", "nvme half", "nvme where", "other mix"]
 BESIDE = ["none", "accumulate", "bf16, remat full", "bf16, accumulate", "shard"]
 CASES = [
     *pairwise(sorted(OFFLOADS.keys() - CHOSEN), BESIDE, range(len(TRAINED)), sorted(MEMORIES)),

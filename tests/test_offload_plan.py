@@ -120,11 +120,8 @@ def test_a_function_on_the_host_holds_up_what_comes_after_it_and_not_what_was_to
 
 def test_what_holds_the_thread_is_what_the_device_waits_for() -> None:
     found = timed(update_on_host(), {**TIMES, "other": 0.5, "to_host_g_host": 3.0})
-    assert found.exposed == {
-        3: 2.5,
-        4: 4.0,
-        7: 2.0,
-    }  # out of work at 1.5: until 4 for the gradient, until 8 for the update
+    # out of work at 1.5: until 4 for the gradient, until 8 for the update
+    assert found.exposed == {3: 2.5, 4: 4.0, 7: 2.0}
 
 
 def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
@@ -187,9 +184,8 @@ def test_functions_on_the_host_are_bound_by_its_memory() -> None:
             == pytest.approx(cost.host_bytes(line, program) / 1e11)
             == pytest.approx(2 * cost.seconds(line, program, fast))
         )
-    here = lowered(
-        fz.offload("cpu", update_on="host"), mesh=fz.AbstractMesh(data=1)
-    ).program  # one memory: the device's rates
+    # one memory: the device's rates
+    here = lowered(fz.offload("cpu", update_on="host"), mesh=fz.AbstractMesh(data=1)).program
     assert not any(cost.on_host(line, here) for line, _ in here.walk())
 
 
@@ -448,11 +444,12 @@ def test_auto_comes_to_a_step_that_one_could_have_written(share) -> None:
         and "on the host" in decision.chosen
         and "predicted, the fastest that fits; " in decision.why
     )
+    # no two for one role here
     again = lowered(
         *(t for t in found.program.transforms if isinstance(t, Offload)),
         device="h100",
         memory_budget=int(share * plain_peak()),
-    )  # no two for one role here
+    )
     assert source(again.program) == source(found.program) and again.plan.step_seconds == found.plan.step_seconds
 
 

@@ -64,9 +64,8 @@ def test_memory_does_not_grow_with_depth(unified: bool) -> None:
     assert 8 * given <= long.peak_bytes - short.peak_bytes < 8 * (given + 64) + room  # and a block's share of the norm
     assert long.resting_bytes == short.resting_bytes < 64
     (clipped, sizes), (more, deeper) = (plans(layers, optimizer="clipped", unified=unified) for layers in (4, 12))
-    assert (
-        more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given
-    )  # all gradients wait for the norm
+    # all gradients wait for the norm
+    assert more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given
 
 
 def test_activations_in_host_memory_do_not_grow_either() -> None:

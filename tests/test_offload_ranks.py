@@ -44,11 +44,8 @@ def differing(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage(run_ranks: Any, tmp_path: Path, stage: int) -> None:
-    trains = [
-        ("gpt", "clipped"),
-        ("mixed", "lamb"),
-        ("bare", "sgd"),
-    ]  # at each stage all three, two of them beside two offloads
+    # at each stage all three, two of them beside two offloads
+    trains = [("gpt", "clipped"), ("mixed", "lamb"), ("bare", "sgd")]
     cases = [(stage, name, MIXED[(i % 3 + stage) % 4], *trains[(i + stage) % 3]) for i, name in enumerate(NAMES)]
     assert run_ranks(2, differing, str(tmp_path), {"data": 2}, cases) == [[], []]
     assert not list(tmp_path.iterdir())

@@ -317,9 +317,8 @@ def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str,
             assert ("disk" in found.tiers.values()) == (place not in ("host", "host state")) == bool(found.files)
             assert found.tiers["opt_state.mu['w']"] != "device" or place == "half"
             assert found.tiers["step"] == found.tiers["key"] == found.tiers["opt_state.count"] == "device"
-    assert (
-        os.listdir(tmp_path) == [] or size > 1
-    )  # the files went with the state; the other processes' go with the next job
+    # the files went with the state; the other processes' go with the next job
+    assert os.listdir(tmp_path) == [] or size > 1
 
 
 @pytest.mark.parametrize("place", PLACES)

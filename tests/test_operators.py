@@ -34,9 +34,8 @@ def test_some_operators():
         sum(all(o.kind == "equal" for os in ways.values() for o in os) for ways in found.values() if ways["plain"])
         >= 25
     )
-    assert all(
-        "needs the value of a tensor" in o.text for os in found["tensor_split"].values() for o in os
-    )  # its indices are a tensor
+    # its indices are a tensor
+    assert all("needs the value of a tensor" in o.text for os in found["tensor_split"].values() for o in os)
 
 
 @pytest.mark.exhaustive

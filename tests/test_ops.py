@@ -153,9 +153,8 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
             torch.testing.assert_close(q[k].reshape(want.shape), want, rtol=1e-6, atol=1e-7)
     report = fz.testing.check_equivalent(step(optim.sgd(0.1)), PARAMS, BATCH, fz.make_mesh(data=1), raises=False)
     assert not report.equivalent  # the plain step has no pass
-    assert "d_1_b_clamped" in str(report) and "is not what the step means" in str(
-        report
-    )  # not what its function makes, nor what moves
+    # not what its function makes, nor what moves
+    assert "d_1_b_clamped" in str(report) and "is not what the step means" in str(report)
 
 
 def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,9 +295,8 @@ def test_weight_decay_mask():
 
 def test_masked_holds_no_state_for_other_leaves_and_passes_their_gradients():
     params = make_params()
-    opt = optim.masked(
-        optim.adamw(0.1), {"embed": True, "layers": [False, True], "none": [], "scale": (False,)}
-    )  # a prefix: one bool a layer
+    # a prefix: one bool a layer
+    opt = optim.masked(optim.adamw(0.1), {"embed": True, "layers": [False, True], "none": [], "scale": (False,)})
     state = opt.init(params)
     assert tree.names(state.inner_state.mu) == ["embed", "layers.1.w"]
     grads = make_grads(params, 0)
@@ -308,9 +307,8 @@ def test_masked_holds_no_state_for_other_leaves_and_passes_their_gradients():
     assert torch.equal(updates["embed"], expected[0])
     assert optim.masked(optim.adamw(0.1), False).init(params) == optim.MaskedState(None)
     inner_needs_none = optim.masked(optim.scale(3.0), True)
-    assert torch.equal(
-        inner_needs_none.update(grads, inner_needs_none.init(params))[0]["embed"], grads["embed"] * 3.0
-    )  # params are optional here too
+    # params are optional here too
+    assert torch.equal(inner_needs_none.update(grads, inner_needs_none.init(params))[0]["embed"], grads["embed"] * 3.0)
 
 
 def test_partition_equals_torch_parameter_groups():
@@ -450,9 +448,8 @@ def trace_update(opt, params):
         updates, state = opt.update(grads, state, params)
         return tree.leaves((optim.apply_updates(params, updates), state))
 
-    return make_fx(step, tracing_mode="fake")(
-        *[x.clone() for x in flat]
-    )  # clones: one tensor given twice would be one input
+    # clones: one tensor given twice would be one input
+    return make_fx(step, tracing_mode="fake")(*[x.clone() for x in flat])
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -99,10 +99,8 @@ def test_folders_import_only_what_comes_before(folder):
 
 def _private_torch_names(source: str) -> list[str]:
     """Names under `torch` with a part that starts with one underscore, as `line: name`."""
-    imported, used = (
-        r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*",
-        r"(torch|dist)(\.\w+)*\._(?!_)\w+",
-    )  # used: each longer name contains the shorter one
+    # used: each longer name contains the shorter one
+    imported, used = (r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*", r"(torch|dist)(\.\w+)*\._(?!_)\w+")
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

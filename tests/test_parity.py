@@ -137,12 +137,12 @@ def test_float64_leaves_no_room_for_chance(run_ranks):
     for results in run_ranks(3, run_cases, cases):
         for case, got in zip(cases, results, strict=True):
             want = plain(case["model"], "clipped", torch.float64)
-            assert difference(got["losses"].float(), want["losses"].float()) < 1e-6, (
-                case
-            )  # a compiled step's metrics are float32
+            # a compiled step's metrics are float32
+            assert difference(got["losses"].float(), want["losses"].float()) < 1e-6, case
+            # the gpt's head is in float32
             assert difference(got["state"].params, want["state"].params) < (
                 1e-6 if case["model"] == "gpt" else 1e-12
-            ), case  # the gpt's head is in float32
+            ), case
 
 
 def test_inductor_equals_the_plain_step(run_ranks):
@@ -177,9 +177,8 @@ def test_bf16_follows_fp32(run_ranks, reduce):
         assert ((result["losses"] - first[0]["losses"]) / want).abs().max() < 1e-3
         assert not torch.equal(result["losses"], want)  # it did compute in bf16
         assert all(x.dtype == torch.float32 for x in fz.tree.leaves(result["state"].params))
-    assert all(
-        difference(a, b) == 0.0 for other in others for a, b in zip(first, other, strict=True)
-    )  # ranks stay together
+    # ranks stay together
+    assert all(difference(a, b) == 0.0 for other in others for a, b in zip(first, other, strict=True))
 
 
 # the plain step against torch.optim

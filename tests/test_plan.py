@@ -94,9 +94,8 @@ def test_views_are_not_counted_twice_and_keep_what_they_view():
     halves = function("halves", lambda x: [*(x * 2).split(50), x.view(10, 10)], (100,))
     same = function("same", lambda x, y: [x + y], (50,), (50,))
     lines = [
-        call(
-            "halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))
-        ),  # a and b share 400 bytes, v is the batch
+        # a and b share 400 bytes, v is the batch
+        call("halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))),
         call("same", ("a", "a"), ("c", (50,))),
         call("same", ("b", "c"), ("d", (50,))),
     ]
@@ -124,13 +123,8 @@ def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought(
         call("double", ("a",), ("c", (100,))),
     ]
     program = program_of(lines, [double], ("b", "c"), [("batch", (100,)), ("shard", (50,))])
-    assert series(program) == [
-        1000,
-        1400,
-        1400,
-        1800,
-        1800,
-    ]  # 600 of inputs, then 400 of w, a; w is gone when c is made
+    # 600 of inputs, then 400 of w, a; w is gone when c is made
+    assert series(program) == [1000, 1400, 1400, 1800, 1800]
     roles = [dict(zip(ROLES, s.by_role, strict=True)) for s in memory_of(program, lambda _: 0)]
     assert [r["gathered"] for r in roles] == [400, 400, 400, 400, 0]
 
@@ -407,9 +401,8 @@ def test_a_trillion_parameters_on_a_thousand_devices():
     found = lowered.plan
     num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
     assert num_params == pytest.approx(1e12, rel=0.02)
-    assert found.resting_bytes == pytest.approx(
-        12 * num_params / ranks, rel=1e-4
-    )  # the shards of norms are padded to a block
+    # the shards of norms are padded to a block
+    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-4)
     block = 2 * 12 * 25600**2  # bytes of a layer in bf16
     assert found.resting_bytes + 2 * block < found.peak_bytes < 12 * num_params
     assert found.channels["gather:data"].bytes == pytest.approx(2 * 2 * num_params, rel=0.02)
@@ -556,9 +549,8 @@ def test_a_trace_has_every_channel_and_what_was_measured_beside_it(tmp_path):
             spans = sorted(
                 (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)
             )
-            assert spans and all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), (
-                name
-            )  # a queue does one thing at a time
+            # a queue does one thing at a time
+            assert spans and all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), name
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == found.peak_bytes
     found.save_trace(tmp_path / "alone.json")
     assert {e["pid"] for e in json.loads((tmp_path / "alone.json").read_text())["traceEvents"]} == {1}

@@ -86,9 +86,8 @@ def test_the_scale_moves_as_the_reference_says(settings):
     state, reference = settings.init(), Reference(settings)
     rng = random.Random(0)
     for step in range(300):
-        overflow = rng.random() < (
-            0.6 if step // 30 % 2 else 0.1
-        )  # calm stretches and rough ones: it meets its minimum, and grows again
+        # calm stretches and rough ones: it meets its minimum, and grows again
+        overflow = rng.random() < (0.6 if step // 30 % 2 else 0.1)
         state, stuck = settings.update(state, torch.tensor(overflow))
         reference.update(overflow)
         if settings.growth_factor**120 < 1e30:
@@ -98,9 +97,8 @@ def test_the_scale_moves_as_the_reference_says(settings):
 
 
 def test_the_scale_moves_as_torch_amp_does():
-    settings = fz.LossScale(
-        initial=2.0**120, growth_interval=2, minimum=1e-30
-    )  # up to where float32 ends: a scale that would be infinite stays
+    # up to where float32 ends: a scale that would be infinite stays
+    settings = fz.LossScale(initial=2.0**120, growth_interval=2, minimum=1e-30)
     state, scaler = settings.init(), torch.amp.GradScaler("cpu", init_scale=settings.initial, growth_interval=2)
     leaf, rng, found = torch.zeros(1, requires_grad=True), random.Random(1), []
     optimizer = torch.optim.SGD([leaf], lr=0.0)
@@ -132,13 +130,8 @@ def pointwise_loss(params, batch):
 
 
 WIDTH, ROWS, HUGE = 5, 8, 1e6  # float16 ends at 65504
-SCRIPT = {
-    2: 7,
-    5: 0,
-    6: 3,
-    7: 2,
-    11: 5,
-}  # step -> the row of the global batch that overflows: on one rank, in one micro-batch
+# step -> the row of the global batch that overflows: on one rank, in one micro-batch
+SCRIPT = {2: 7, 5: 0, 6: 3, 7: 2, 11: 5}
 
 
 def pointwise_params():
@@ -326,10 +319,8 @@ def test_bytes_are_dtype_times_elements(compute, reduce, where):
         padded = {p: -(-leaf.numel // ranks) * ranks for p, leaf in leaves.items()}
         return sum(times(p) * padded[p] * sizes[p] for p in leaves) * (ranks - 1) // ranks
 
-    once = (
-        "params['embed']",
-        "params['head']",
-    )  # the head is the last block, and the vjp of the embedding does not read it
+    # the head is the last block, and the vjp of the embedding does not read it
+    once = ("params['embed']", "params['head']")
     assert sent(program, "all_gather_start", "shard_params") == total(compute, lambda p: 1 if p.startswith(once) else 2)
     assert sent(program, "reduce_scatter_start", "shard_params") == total(reduce, lambda p: 1)
     values = program.values()
@@ -359,9 +350,8 @@ def linear(p, x, index, offset=1):
 @fz.block
 def normed(p, x):
     assert x.dtype in (p["w"].dtype, torch.float32)
-    return (
-        x + norm(p["norm"], x).to(p["w"].dtype) @ p["w"]
-    )  # leaves of two dtypes: arguments stay as they are, but those of a block inside
+    # leaves of two dtypes: arguments stay as they are, but those of a block inside
+    return x + norm(p["norm"], x).to(p["w"].dtype) @ p["w"]
 
 
 def normed_loss(params, batch):
@@ -407,16 +397,12 @@ def test_where_keeps_leaves_and_their_blocks_in_full_precision():
         for path, x in zip(fz.tree.paths(state.params, "params"), fz.tree.leaves(state.params), strict=True)
     }
     kept = [path for path, dtype in dtypes.items() if dtype == torch.float32]
-    assert kept == [
-        "params['head']['w']",
-        "params['norm']['scale']",
-        "params['normed']['norm']['scale']",
-    ]  # as they were given, not as `params` says
+    # as they were given, not as `params` says
+    assert kept == ["params['head']['w']", "params['norm']['scale']", "params['normed']['norm']['scale']"]
     assert dtypes["params['table']"] == torch.int64 and dtypes["params['linear']['w']"] == torch.bfloat16
     state, metrics = train(state, NORMED_BATCH)
-    assert (
-        metrics["aux"]["bits"] == 32 and metrics["aux"]["table_bits"] == 64
-    )  # the head's block is in float32, an integer as it was
+    # the head's block is in float32, an integer as it was
+    assert metrics["aux"]["bits"] == 32 and metrics["aux"]["table_bits"] == 64
     casts = {
         line.args[0]: line.out[0].dtype for line in train.program.lines if line.op == "cast" and line.args[0] in dtypes
     }

@@ -63,9 +63,8 @@ def test_an_element_is_off_by_half_a_step(code):
     bound = scale * ((root + 0.5 / steps) ** power - root**power) * 1.001
     smallest = scale / steps**power * 1.001  # which the positive code never goes below
     assert bool(((found - x).abs() <= torch.maximum(bound, smallest)).all())
-    assert torch.equal(
-        found.abs() == scale, (x.abs() / scale) ** (1 / power) >= 1 - 0.5 / steps
-    )  # the largest of a block is exact
+    # the largest of a block is exact
+    assert torch.equal(found.abs() == scale, (x.abs() / scale) ** (1 / power) >= 1 - 0.5 / steps)
     assert code is SIGNED or bool((found > 0).all())
     again, same = quantize(code, found)
     assert torch.equal(again, codes) and torch.equal(same, scales)
@@ -76,9 +75,8 @@ def test_nothing_and_what_is_not_finite():
         x = torch.zeros(4096)
         x[300] = float("nan")
         found = dequantize(code, *quantize(code, x))
-        assert (
-            found[256:512].isnan().all() and not found[:256].any() and not found[512:].any()
-        )  # a block of zeros is zeros
+        # a block of zeros is zeros
+        assert found[256:512].isnan().all() and not found[:256].any() and not found[512:].any()
 
 
 # --- steps: sums are exact here, see tests/test_rounding.py ---

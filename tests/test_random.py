@@ -34,9 +34,8 @@ def test_known_answers(key, counter, expected):
     fzr._threefry_(k0, k1, x0, x1, torch.empty_like(x0))
     assert [int(x) & 0xFFFFFFFF for x in (*x0.unique(), *x1.unique())] == list(expected)
     x0, x1 = (torch.full((37,), fzr._signed(v), dtype=torch.int32) for v in counter)
-    fzr._threefry_(
-        torch.tensor(k0), torch.tensor(k1), x0, x1, torch.empty_like(x0)
-    )  # the key as tensors: what an accelerator runs
+    # the key as tensors: what an accelerator runs
+    fzr._threefry_(torch.tensor(k0), torch.tensor(k1), x0, x1, torch.empty_like(x0))
     assert [int(x) & 0xFFFFFFFF for x in (*x0.unique(), *x1.unique())] == list(expected)
 
 
@@ -67,9 +66,8 @@ def moments_and_ks(x, cdf):
 def test_uniform_is_uniform():
     x = fzr.uniform(fzr.key(1), (500, 400))
     mean, var, ks = moments_and_ks(x.flatten(), lambda v: v)
-    assert (
-        abs(mean - 0.5) < 5 * math.sqrt(1 / 12 / x.numel()) and abs(var - 1 / 12) < 1e-3 and ks < 1.95
-    )  # ks: the 0.1 % level
+    # ks: the 0.1 % level
+    assert abs(mean - 0.5) < 5 * math.sqrt(1 / 12 / x.numel()) and abs(var - 1 / 12) < 1e-3 and ks < 1.95
     assert float(x.min()) >= 0 and float(x.max()) < 1
     y = fzr.uniform(fzr.key(1), (500, 400), minval=-3, maxval=5)
     torch.testing.assert_close(y, x * 8 - 3)
@@ -97,9 +95,8 @@ def test_normal_is_finite_at_the_ends_of_its_words():
     out = torch.empty(5)
     fzr._finish_("normal", ends.clone(), torch.zeros_like(ends), torch.empty_like(ends), out)
     assert bool(out.isfinite().all())
-    assert (
-        out[0] == pytest.approx(math.sqrt(62 * math.log(2)), rel=1e-6) and out[2] == 0
-    )  # the least and the greatest radius word
+    # the least and the greatest radius word
+    assert out[0] == pytest.approx(math.sqrt(62 * math.log(2)), rel=1e-6) and out[2] == 0
 
 
 def test_bernoulli():

@@ -155,9 +155,8 @@ def test_an_output_that_the_next_block_reads_is_not_kept_twice():
     (second,) = [line for line in program.lines if line.attrs.get("call") == 1 and line.attrs["backward"]]
     (first,) = [line for line in program.lines if line.attrs.get("call") == 1 and not line.attrs["backward"]]
     assert first.out[0].name in second.args
-    assert "aten.tanh.default" not in {
-        str(n.target) for n in program.functions[second.fn].graph.graph.nodes
-    }  # it is not recomputed either
+    # it is not recomputed either
+    assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}
 
 
 # numerics

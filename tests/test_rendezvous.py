@@ -42,9 +42,8 @@ def joins_over_what_was_left() -> tuple[str, float]:
         here.set("left", "")
     else:
         here.wait(["left", "fzero/numbers/oldest"])
-        while (
-            here.get("fzero/generation") == b"oldest"
-        ):  # until rank 0 has published a generation for the number of a process that is gone
+        while here.get("fzero/generation") == b"oldest":
+            # until rank 0 has published a generation for the number of a process that is gone
             time.sleep(0.01)
     mesh = fz.make_mesh(data=2, timeout=30)
     train = fz.compile(
@@ -234,9 +233,8 @@ def test_only_this_users_processes_with_the_secret_are_let_in(monkeypatch: pytes
         closing.callback(lambda: [stranger.close() for stranger in held])
         server.bind("")
         server.listen(16)
-        call_in(
-            server.getsockname(), [right, secret + (7).to_bytes(4, "little"), right], held
-        )  # one that is not expected, one that came twice
+        # one that is not expected, one that came twice
+        call_in(server.getsockname(), [right, secret + (7).to_bytes(4, "little"), right], held)
         call_in(server.getsockname(), [later[:10]], held)
         threading.Timer(0.2, lambda: held[-1].sendall(later[10:])).start()  # in two pieces
         assert calls(server, secret, [1, 2], 10.0) == [1, 2]

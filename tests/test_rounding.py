@@ -52,9 +52,8 @@ def test_the_mean_is_kept():
 
 def test_what_is_not_finite_stays_so_and_wrong_dtypes_are_named():
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
-    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(1 << 23) + 1], dtype=torch.int32).view(
-        torch.float32
-    )  # NaN whose high or low bits alone say so
+    # NaN whose high or low bits alone say so
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(1 << 23) + 1], dtype=torch.int32).view(torch.float32)
     for seed in range(20):
         rounded = stochastic_round(fz.random.key(seed), special)
         assert (
@@ -207,9 +206,8 @@ def test_no_draws_are_kept_for_the_whole_model(size):
         made = [
             v for line, _ in program.walk() if line.op == "call" and line.fn.startswith("scalars") for v in line.out
         ]
-        assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, (
-            made
-        )  # a key; the smallest leaf's draws are 32 bytes and more
+        # a key; the smallest leaf's draws are 32 bytes and more
+        assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, made
         draws = {
             name
             for name, f in program.functions.items()

@@ -162,14 +162,10 @@ def test_a_block_that_overflows_moves_when_its_state_is_restored(run_ranks, num_
     for got in run_ranks(num_ranks, moved_at_a_restore, tmp_path / "run", name):
         assert all(got["said"]) and got["unmoved"] and got["equal"]
         assert got["blocks"] == ("first", "rms", "last", "rms_loss")
-        assert got["scales"] == [
-            8.0 / 2**31,
-            8.0,
-        ]  # lowered for nothing, and begun anew with the blocks that it was lowered for
-        assert got["counts"] == [[0, 0, LIMIT], [0, 0, 0]] and got["after"] == [
-            [0, 0, LIMIT + 1],
-            [0, 0, 0],
-        ]  # the leaves in their order: first, last, rms
+        # lowered for nothing, and begun anew with the blocks that it was lowered for
+        assert got["scales"] == [8.0 / 2**31, 8.0]
+        # the leaves in their order: first, last, rms
+        assert got["counts"] == [[0, 0, LIMIT], [0, 0, 0]] and got["after"] == [[0, 0, LIMIT + 1], [0, 0, 0]]
         if name == "offload":  # the copies to compute with are leaves of the state: those of what was moved are gone
             assert got["compute"] == ["['first']['w']", "['last']['w']"]
         else:

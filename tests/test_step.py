@@ -77,9 +77,8 @@ def test_weighted_losses_are_exact_means(run_ranks, num_ranks):
             torch.testing.assert_close(metrics["aux"]["rows"], want["aux"]["rows"], rtol=1e-6, atol=0)
             torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
             chunks = torch.stack([c.max() for c in losses.chunk(num_ranks * accumulate)])
-            torch.testing.assert_close(
-                metrics["aux"]["largest"], chunks.mean()
-            )  # what is not weighted is averaged over the parts
+            # what is not weighted is averaged over the parts
+            torch.testing.assert_close(metrics["aux"]["largest"], chunks.mean())
 
 
 def test_a_mean_of_means_is_another_number(run_ranks):
@@ -120,9 +119,8 @@ def test_masks_do_not_depend_on_the_mesh(run_ranks, num_ranks):
     assert len({w.item() for w in want}) == 5  # a new mask every step
     for stage, accumulate in ((0, 1), (3, 2)) if num_ranks == 2 else ((0, 2), (3, 1)):
         for losses, w in run_ranks(num_ranks, run_dropout, stage, accumulate):
-            torch.testing.assert_close(
-                losses, torch.stack(want), rtol=1e-5, atol=0
-            )  # one flipped bit of a mask moves a loss by 1e-2
+            # one flipped bit of a mask moves a loss by 1e-2
+            torch.testing.assert_close(losses, torch.stack(want), rtol=1e-5, atol=0)
             torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
 
 
@@ -182,12 +180,12 @@ def test_evaluation(run_ranks, stage, precision):
         tolerance = 0.1 if precision else 1e-5
         for outputs, at in ((before, models.gpt_init(fz.random.key(0))), (after, params)):
             want = fz.eval_step(predict)(at, whole)
+            # this rank's own
             torch.testing.assert_close(
                 outputs["logits"].float(), want["logits"].chunk(2)[rank], rtol=tolerance, atol=tolerance
-            )  # this rank's own
-            torch.testing.assert_close(
-                outputs["loss"], want["loss"], rtol=1e-2 if precision else 1e-6, atol=0
-            )  # over the mesh
+            )
+            # over the mesh
+            torch.testing.assert_close(outputs["loss"], want["loss"], rtol=1e-2 if precision else 1e-6, atol=0)
             assert outputs["first"] == whole["tokens"].chunk(2)[rank][0, 0]
             assert outputs["logits"].dtype == torch.float32  # `outputs` of mixed_precision
         assert not torch.equal(before["logits"], after["logits"])

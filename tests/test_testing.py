@@ -346,9 +346,8 @@ def test_what_is_right_passes_line_by_line(run_ranks, tmp_path):
             "key",
         }
         exact = found.exact or found
-        loose = [
-            d for d in exact.differences if d.tolerance >= 2e-3
-        ]  # leaves of which the sign of one element's gradient is rounding
+        # leaves of which the sign of one element's gradient is rounding
+        loose = [d for d in exact.differences if d.tolerance >= 2e-3]
         assert len(loose) <= 3 and all(d.tolerance < 2e-2 for d in loose), exact  # and so they are worth something
         assert any(0 < d.difference for d in exact.differences)
     assert results[0][0][0].exact is not None and results[0][1][0].exact is None

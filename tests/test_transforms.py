@@ -191,9 +191,8 @@ def test_zero_1_and_2_scatter_gradients_and_gather_parameters_once(accumulate):
 def test_data_parallel_reduces_each_gradient_once(accumulate):
     found = sent(gpt_program(4, 2, fz.data_parallel(), fz.accumulate(accumulate)))
     assert set(found) == {"all_reduce_start"}
-    assert found["all_reduce_start"] == Sent(
-        4 + 1, 2 * (4 * num_params(2)) * 3 // 4 + 2 * 4 * 3 // 4
-    )  # a reduction a block, and the loss
+    # a reduction a block, and the loss
+    assert found["all_reduce_start"] == Sent(4 + 1, 2 * (4 * num_params(2)) * 3 // 4 + 2 * 4 * 3 // 4)
 
 
 def test_the_header_says_what_is_sent():

@@ -35,11 +35,7 @@ class Model:
     num_calls: int = dataclasses.field(default=0, init=False)
 
 
-PARAMS = {
-    "layers": [Linear(1), Linear(2, b=3)],
-    "a": (4, None, Moments(mu=5, nu={"x": 6})),
-    0: 7,
-}
+PARAMS = {"layers": [Linear(1), Linear(2, b=3)], "a": (4, None, Moments(mu=5, nu={"x": 6})), 0: 7}
 
 
 def _trees(leaves: st.SearchStrategy) -> st.SearchStrategy:

@@ -219,9 +219,8 @@ def run_plain(case: Case) -> Any:
     return torch.stack(losses), state
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "stage"), [(1, 3), (2, 0), (3, 3)]
-)  # one rank has nothing to shard, and what a rank rests is of 3 the harder
+# one rank has nothing to shard, and what a rank rests is of 3 the harder
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 0), (3, 3)])
 def test_any_tree(run_ranks, num_ranks, stage):
     names = list(CASES)
     for results in run_ranks(num_ranks, run_trees, names, stage):
@@ -259,9 +258,8 @@ def test_a_frozen_leaf_has_no_state_and_does_not_move():
     params = case.make()
     state = train.init(params)
     moments = [p for p in fz.tree.paths(state.opt_state) if p.endswith(("['w']", "['b']", "['gain']"))]
-    assert len(moments) == 2 and all(
-        p.endswith("['layers'][1]['w']") for p in moments
-    )  # mu and nu of the one trained leaf
+    # mu and nu of the one trained leaf
+    assert len(moments) == 2 and all(p.endswith("['layers'][1]['w']") for p in moments)
     state, _ = train(state, rows(0))
     moved = [
         p

@@ -83,11 +83,8 @@ PARTINGS: dict[str, tuple[Any, str]] = {
 
 def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     """What one rank does while the others take a step; and the errors."""
-    told, Turns.pause, compiled.LOOKED_AT_EVERY = (
-        [],
-        0.2,
-        float("nan"),
-    )  # never: between two calls at which ranks compare settings
+    # never: between two calls at which ranks compare settings
+    told, Turns.pause, compiled.LOOKED_AT_EVERY = ([], 0.2, float("nan"))
     for case in cases:
         run = Run(folder, **kwargs)
         run.mesh.store.set(f"ready/{run.mesh.rank}", "")
@@ -121,11 +118,7 @@ def test_ranks_that_part_name_both_sides(
                 continue
             assert ("another rank has left" if case == "leaving" else "different") in text.splitlines()[
                 0
-            ] and text.splitlines()[-1].startswith("Fix: "), (
-                case,
-                rank,
-                text,
-            )
+            ] and text.splitlines()[-1].startswith("Fix: "), (case, rank, text)
             assert any(line.startswith("  rank 1") and PARTINGS[case][1] in line for line in text.splitlines()), (
                 case,
                 rank,

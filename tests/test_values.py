@@ -86,9 +86,8 @@ def negative_variance(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def no_scale(p: Any, x: torch.Tensor) -> torch.Tensor:
     scale = x @ p["w"]
-    return torch.distributions.Normal(scale, scale, validate_args=True).log_prob(
-        x
-    )  # whatever another test made the default
+    # whatever another test made the default
+    return torch.distributions.Normal(scale, scale, validate_args=True).log_prob(x)
 
 
 def singular(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -103,9 +103,8 @@ BESIDE: list[Any] = [(), (fz.mixed_precision("bf16"),), (fz.mixed_precision("bf1
 def test_the_same_bits_as_in_a_loop(name):
     mesh, which = fz.make_mesh(data=1), list(CASES).index(name)
     for num in (2 + which % 3, 2 + (which + 1) % 3):
-        more = BESIDE[
-            (num + which) % 3
-        ]  # a model meets two of three numbers and of three transforms, which all meet elsewhere
+        # a model meets two of three numbers and of three transforms, which all meet elsewhere
+        more = BESIDE[(num + which) % 3]
         got, program = trained(mesh, name, fz.accumulate(num, vertical=True), *more)
         want, looped = trained(mesh, name, fz.accumulate(num), *more)
         assert not any(line.op == "loop" for line in program.lines) and any(line.op == "loop" for line in looped.lines)
@@ -125,9 +124,8 @@ def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
         ("read twice", "sgd", ()),
         ("tied", "adamw", (fz.mixed_precision("bf16"),)),
     ]
-    for name, optimizer, more in cases[
-        (TIERS.index(offload) + unified) % 2 :: 2
-    ]:  # the others on the other kind of memory
+    for name, optimizer, more in cases[(TIERS.index(offload) + unified) % 2 :: 2]:
+        # the others on the other kind of memory
         got, program = trained(
             mesh, name, fz.accumulate(3, vertical=True), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
         )

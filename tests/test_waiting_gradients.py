@@ -72,9 +72,8 @@ PRECISION: dict[str, Any] = {
     "fp32": (),
     "bf16": (fz.mixed_precision("bf16"),),
     "reduced in bf16": (fz.mixed_precision("bf16", reduce="bf16"),),
-    "fp16": (
-        fz.mixed_precision("fp16", loss_scale=LossScale(initial=2.0**14)),
-    ),  # the first step overflows and is left out
+    # the first step overflows and is left out
+    "fp16": (fz.mixed_precision("fp16", loss_scale=LossScale(initial=2.0**14)),),
 }
 CASES = [
     (

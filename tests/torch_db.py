@@ -44,9 +44,8 @@ class Case(NamedTuple):
 
     params: Any
     batch: Any
-    fn: Callable[
-        [Any, Any], tuple[Any, dict[str, torch.Tensor]]
-    ]  # (params, batch) -> a pytree with tensors in it, and params["buffers"] afterwards
+    # (params, batch) -> a pytree with tensors in it, and params["buffers"] afterwards
+    fn: Callable[[Any, Any], tuple[Any, dict[str, torch.Tensor]]]
 
 
 def module_cases(name: str) -> Iterator[Case]:

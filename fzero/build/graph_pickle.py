@@ -6,6 +6,7 @@ and then, and has become a literal.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from fzero import compat
+from fzero.operators.base import module_of
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,16 @@ class Ref:
 
 
 class Op(NamedTuple):
-    """An operator of `torch.ops`, by its names."""
+    """An operator of `torch.ops`, by its names, and by the module that defines it where it is one of ours."""
 
     namespace: str
     name: str
     overload: str
+    module: str = ""
 
     def found(self) -> Any:
+        if self.module:
+            importlib.import_module(self.module)
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
 
 
@@ -54,8 +59,8 @@ def plain(graph: fx.Graph) -> Sent:
         >>> graph = fx.Graph()
         >>> x = graph.placeholder("x")
         >>> _ = graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
-        >>> plain(graph)[1]
-        ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default'), (Ref(index=0),), {})
+        >>> plain(graph)[1][:3]
+        ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default', module=''))
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -86,4 +91,7 @@ def restored(sent: Sent) -> fx.GraphModule:
 
 
 def _named(target: Any) -> Any:
-    return Op(*str(target).split(".")) if compat.is_operator(target) else target
+    if not compat.is_operator(target):
+        return target
+    namespace, name, overload = str(target).split(".")
+    return Op(namespace, name, overload, module_of(f"{namespace}.{name}"))

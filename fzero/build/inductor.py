@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero import compat, random
 from fzero.build import cpp_kernels, graph_pickle, worker
 from fzero.build.cache import Cache, Entry, host, key, logger, open_cache
 from fzero.build.calls import as_called
@@ -97,9 +97,8 @@ class _Loader:
             if (entry := cache.read(self._keys[name])) is not None:
                 try:
                     made[name] = self._callable(name, entry, path)
-                except (
-                    Exception
-                ) as error:  # whole, but of another build of PyTorch or its compiler: their words are of every kind
+                except Exception as error:
+                    # whole, but of another build of PyTorch or its compiler: their words are of every kind
                     logger.info(
                         "the cached function %s cannot be loaded and will be compiled again: %s: %s",
                         path,
@@ -210,6 +209,7 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job
         num_outputs=len(function.graph.outputs),
         writes=function.writes,
         into=tuple(function.into),
+        intertwined=any(n.target in random.DECOMPOSITIONS for n in function.graph.graph.nodes),
     )
 
 

@@ -44,6 +44,7 @@ class Job:
     num_outputs: int
     writes: tuple[int, ...]
     into: tuple[int, ...]
+    intertwined: bool = False  # see `compat.inductor_lower`
 
 
 class Failed(Exception):
@@ -66,9 +67,8 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
         Failed: one cannot be compiled.
     """
     answer = _ask(jobs, cache, cores, done, trust_cpu=True)
-    if (
-        "failed" in answer
-    ):  # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
+    if "failed" in answer:
+        # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
         answer = _ask(jobs, cache, cores, done, trust_cpu=False)
     if "failed" in answer:
         raise Failed(answer["failed"])
@@ -150,11 +150,10 @@ def _work(
     plain: dict[str, cpp_kernels.Plain] = {}
     skipped: dict[str, str] = {}
     for job in jobs:
-        examples = [
-            torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs
-        ]  # never read
+        # never read
+        examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]
         try:
-            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu)
+            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, job.intertwined)
             plain[job.key] = cpp_kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except cpp_kernels.NotPlain as reason:
             skipped[job.name] = str(reason)

@@ -274,10 +274,8 @@ def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
 
     def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
         start, stop = mine[entry.name]
-        tensor, left = (
-            plan.tensors[entry.name],
-            (stop - start) * entry.dtype.itemsize,
-        )  # less the padding, which is at the end
+        # less the padding, which is at the end
+        tensor, left = (plan.tensors[entry.name], (stop - start) * entry.dtype.itemsize)
         on_disk = extent_of(tensor) is not None
         for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
             data = format.as_bytes(piece)[:left]

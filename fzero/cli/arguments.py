@@ -47,9 +47,8 @@ def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
     """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
 
     def told(name: str, kind: type) -> object:
-        first = (kind.__doc__ or "").splitlines()[
-            0
-        ]  # in the list of commands a line each, the whole in a command's own help
+        # in the list of commands a line each, the whole in a command's own help
+        first = (kind.__doc__ or "").splitlines()[0]
         return tyro.conf.subcommand(
             name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
         )

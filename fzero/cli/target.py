@@ -134,9 +134,8 @@ def _from_file(path: Path) -> ModuleType:
             )
         )
     _first_on_path(path.resolve().parent)
-    name = (
-        path.stem if path.stem not in sys.modules else f"target_{path.stem}"
-    )  # never in place of a module that others use
+    # never in place of a module that others use
+    name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UsageError(message("target", f"{path} is not a Python file", fix="give the path of a .py file"))

@@ -35,9 +35,8 @@ class GpuFile:
             at: a multiple of a page, as the number of bytes is.
         """
         move = self._file.read if operation == "read" else self._file.write
-        return move(
-            flat, size=flat.numel(), file_offset=at, task_size=flat.numel()
-        )  # the caller has threads of its own
+        # the caller has threads of its own
+        return move(flat, size=flat.numel(), file_offset=at, task_size=flat.numel())
 
     def close(self) -> None:
         self._file.close()

@@ -91,9 +91,8 @@ def _allocated(nbytes: int, mesh: Mesh, huge: bool = False) -> memoryview:
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapped), 0)):
             raise _refused(nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
-        weakref.finalize(
-            view, _unlock, address, mapped
-        ).atexit = False  # the process ends anyway, perhaps while something is copied
+        # the process ends anyway, perhaps while something is copied
+        weakref.finalize(view, _unlock, address, mapped).atexit = False
     return view
 
 
@@ -293,9 +292,8 @@ class Streams:
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._reading: list[
-            tuple[torch.cuda.Event, Tensors]
-        ] = []  # of copies to the device that were waited for and may not be done: what they read
+        # of copies to the device that were waited for and may not be done: what they read
+        self._reading: list[tuple[torch.cuda.Event, Tensors]] = []
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, begin, done = self._start(self._to_host, sources, into)
@@ -330,9 +328,8 @@ class Streams:
         with torch.cuda.stream(stream):
             for source, target in _moves(sources, into):
                 target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(
-            enable_timing=True, blocking=True
-        )  # the host sleeps meanwhile: its cores have updates to compute
+        # the host sleeps meanwhile: its cores have updates to compute
+        done = torch.cuda.Event(enable_timing=True, blocking=True)
         done.record(stream)
         return into, begin, done
 

@@ -124,9 +124,8 @@ def digest(x: torch.Tensor | str) -> str:
     for at in range(0, rows, _ROWS):
         to = min(at + _ROWS, rows)
         words = _bytes(x, at * width, to * width).view(torch.int64).view(-1, _COLUMNS)
-        folded = (
-            (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)
-        )  # a shift of int64 repeats the highest bit
+        # a shift of int64 repeats the highest bit
+        folded = (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)
         sums += folded.mul_(weights[at:to]).sum(0)  # modulo 2**64
     rest = _bytes(x, rows * width, x.numel())
     return _sha(what, *(part.cpu().numpy().tobytes() for part in (sums, rest)))

@@ -34,9 +34,8 @@ from fzero.layout import SECTOR as ALIGNMENT
 from fzero.layout import padded
 from fzero.units import size
 
-PIECE = (
-    1 << 22
-)  # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
+# bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
+PIECE = 1 << 22
 _HUGE = 1 << 21  # bytes: of a huge page
 
 _NAME = re.compile(r"fzero-\d+-[0-9a-f]{16}")

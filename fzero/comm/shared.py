@@ -87,9 +87,8 @@ class SharedMemory:
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
-        self._board = self._shared(
-            2 * _NUMBER
-        )  # where each rank says which program it runs: of this run and of the one before
+        # where each rank says which program it runs: of this run and of the one before
+        self._board = self._shared(2 * _NUMBER)
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs
@@ -111,9 +110,8 @@ class SharedMemory:
                 fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
             return _Pool(mmap.mmap(fd, size), fds)
         except OSError as error:
-            _close(
-                [*fds.values()], [p.connection for p in self._peers.values()]
-            )  # the others would wait for what does not come
+            # the others would wait for what does not come
+            _close([*fds.values()], [p.connection for p in self._peers.values()])
             fix = (
                 "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; "
                 "make_mesh(shared_memory=False) does without"
@@ -185,9 +183,8 @@ class SharedMemory:
             for flat, value in zip(merged(moving.flats), merged([v.view(-1) for v in into]), strict=True):
                 self._combine(flat, 0, value, along, moving.op)
         else:
-            for (
-                flat
-            ) in moving.flats:  # the part that nobody else reads is summed in place, then everyone reads everyone's
+            for flat in moving.flats:
+                # the part that nobody else reads is summed in place, then everyone reads everyone's
                 part = _part(flat, index, len(along))
                 if part.numel():
                     self._combine(flat, int(part.storage_offset() - flat.storage_offset()), part, along, moving.op)

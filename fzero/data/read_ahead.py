@@ -58,9 +58,8 @@ def read_ahead(
         )
     where = None if device is None else torch.device(device)
     if where is not None and where.type == "cuda" and where.index is None:
-        where = torch.device(
-            "cuda", torch.cuda.current_device()
-        )  # the caller's: the thread has a current device of its own
+        # the caller's: the thread has a current device of its own
+        where = torch.device("cuda", torch.cuda.current_device())
     return ReadAhead(dataset, start, stop, rank, size, depth, where)
 
 

@@ -393,9 +393,8 @@ def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # a read-only array, such as a memory map: it is never written to
+            # a read-only array, such as a memory map: it is never written to
+            warnings.simplefilter("ignore", UserWarning)
             out = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FzeroTypeError(

@@ -152,9 +152,8 @@ class _Search:
         self.variants: dict[Shares, Variants] = {}
         self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
         self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
-        self.besides: dict[
-            Any, tuple[float, float]
-        ] = {}  # bytes of device and host that programs took besides the least
+        # bytes of device and host that programs took besides the least
+        self.besides: dict[Any, tuple[float, float]] = {}
         self.made: dict[int, Program] = {}  # by identity: choices may come to the same
 
     def run(self) -> tuple[Records, Decision]:
@@ -163,9 +162,8 @@ class _Search:
         asked = self._everything()
         program = self._variants(asked).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
-        self.guessable = self.sizes.turns == 1 and bool(
-            num_guessable(program, TIERS[-1])
-        )  # after a loop there is nothing left to run beside
+        # after a loop there is nothing left to run beside
+        self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
         bounds |= self._with_gradients_on_disk(bounds)
         tried = set[tuple[Shares, Choice]]()
@@ -179,9 +177,8 @@ class _Search:
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
             able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
-            for left in reversed(
-                range(min(LAST_TRIED, len(able)))
-            ):  # each tells what to expect of the others; the last is what leaves most room
+            for left in reversed(range(min(LAST_TRIED, len(able)))):
+                # each tells what to expect of the others; the last is what leaves most room
                 expected = (
                     (lambda c: self._expected(c, bounds[c]))
                     if left
@@ -280,10 +277,8 @@ class _Search:
             any(s.tier == "nvme" and s.eighths > s.back for s in held),
             any(s.tier == "cpu" or s.back for s in held),
         )
-        there = (
-            state and disk,
-            state and host and self.budget.host is not None,
-        )  # copies in host memory take room that must be given
+        # copies in host memory take room that must be given
+        there = (state and disk, state and host and self.budget.host is not None)
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
         ends = ENDS if open_side else ENDS[:1]
         return [
@@ -332,9 +327,8 @@ class _Search:
 
     def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:
         known = {frozenset(s.tier for s in shares) for shares, _ in self.peaks}
-        for candidate in sorted(
-            bounds, key=lambda c: bounds[c].peaks
-        ):  # what takes least of the device, on tiers that nothing was tried on
+        for candidate in sorted(bounds, key=lambda c: bounds[c].peaks):
+            # what takes least of the device, on tiers that nothing was tried on
             if (used := frozenset(s.tier for s in candidate[0])) not in known:
                 known.add(used)
                 self._try(*candidate, bounds[candidate])

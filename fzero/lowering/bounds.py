@@ -102,9 +102,8 @@ class Sizes:
         left = (1 - params_h - params_d) * bool(self.copies)  # of masters, which rest with their state
         master_h, master_d = params_h + left * state_h, params_d + left * state_d
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
-        streams = self.copies * (
-            master_h + master_d - params_h - params_d
-        )  # copies that the update brings to the device
+        # copies that the update brings to the device
+        streams = self.copies * (master_h + master_d - params_h - params_d)
         read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and by backward
         updated = min(1.0, state_h + state_d) if on_host else 0.0
         stored = self.grads * rests.gradients
@@ -135,12 +134,10 @@ class Sizes:
                 0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through
             )
 
-        disk, host = (
-            float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host")
-        )  # what is updated in the backward
-        if (
-            guess == ("disk",) and state_d
-        ):  # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
+        # what is updated in the backward
+        disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))
+        if guess == ("disk",) and state_d:
+            # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
             disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0

@@ -31,6 +31,7 @@ from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
 from fzero.transforms.base import find
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.remat import Remat
 from fzero.units import duration, exact_size, size
 
@@ -79,6 +80,7 @@ def choose(
     auto: bool,
     loops: bool,
     open_side: bool = False,
+    open_stay: bool = False,
 ) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start
     comes first; None if none fits.
@@ -90,13 +92,11 @@ def choose(
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
         open_side: whether it is open on which side what rests off the device is updated.
+        open_stay: whether it is open how many blocks' parameters stay gathered over the axis of `once_a_step`.
     """
     known = _Known(build, budget)
-    grown = [
-        found
-        for start in starts
-        if (found := _grown(known, start, auto, loops, ENDS if open_side else ENDS[:1])) is not None
-    ]
+    ends = ENDS if open_side else ENDS[:1]
+    grown = [found for start in starts if (found := _grown(known, start, auto, loops, open_stay, ends)) is not None]
     refined: dict[Choice, Choice] = {}
     for choice in sorted(grown, key=known.seconds):
         best = min(map(known.seconds, refined.values()), default=math.inf)
@@ -128,7 +128,9 @@ class _Known:
         return next(_mixes(*(self.queues(replace(choice, host_share=share))[1] for share in ENDS)))[1]
 
 
-def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence[float]) -> Choice | None:
+def _grown(
+    known: _Known, least: Choice, auto: bool, loops: bool, open_stay: bool, ends: Sequence[float]
+) -> Choice | None:
     """The choice with as much kept for the backward, and as many gathers that serve twice, as fit, and gradients added
     up as is faster; None if it does not fit itself."""
     start = next((c for c in (replace(least, host_share=share) for share in ends) if known.fits(c)), None)
@@ -143,7 +145,9 @@ def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence
         else:
             keep = [lambda c: _keeps_most(c, known.fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(known.build(c))), known.fits)]
-            orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
+            stay = [lambda c: _stays_most(c, known.fits)] if open_stay else []
+            orders = [*(keep + share, share + keep)[: 1 + auto]]  # memory goes to what comes first
+            orders = [stay + grows for grows in orders] + [grows + stay for grows in orders if stay]
             found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
     best = min(found, key=lambda c: (known.seconds(c), known.peaks(c)))
     others = [c for c in found if c.whole_grads != best.whole_grads]
@@ -256,6 +260,20 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(
             Decision(
                 "remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"
+            )
+        )
+    if (once := find(program.transforms, OnceAStep)) is not None:
+        why = "as many blocks as fit and are fastest" if once.least < once.most else "the step says so"
+        why = (
+            why
+            if (budget is not None and budget.nbytes is not None) or once.least == once.most
+            else "of all blocks: there is no budget"
+        )
+        out.append(
+            Decision(
+                "gathered once a step",
+                f"{choice.stay:.3g}",
+                f"the share of blocks whose parts stay gathered over {once.axis}: {why}",
             )
         )
     for loop in (line for line in program.lines if line.op == "loop"):
@@ -397,6 +415,10 @@ def waiting(program: Program) -> str | None:
 
 def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
     return replace(choice, remat=_largest(FINEST, lambda n: fits(replace(choice, remat=n / FINEST))) / FINEST)
+
+
+def _stays_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+    return replace(choice, stay=_largest(FINEST, lambda n: fits(replace(choice, stay=n / FINEST))) / FINEST)
 
 
 def _shares_most(choice: Choice, most: int, fits: Callable[[Choice], bool]) -> Choice:

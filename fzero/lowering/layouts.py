@@ -32,15 +32,15 @@ from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
-    streams = any(
-        isinstance(t, Offload) for t in step.transforms
-    )  # what rests elsewhere travels in the dtype of its copy there
+    # what rests elsewhere travels in the dtype of its copy there
+    streams = any(isinstance(t, Offload) for t in step.transforms)
     products = (
         None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
     )
@@ -63,7 +63,9 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf))
+    zero = shard.Zero(
+        records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep)
+    )
     zero.check()
     return zero
 
@@ -87,7 +89,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
         leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
-        leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
+        leaves.append(zero.rests(leaf))
     tied = ties(flat)
     _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
@@ -161,7 +163,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
-            axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
+            axes = zero.opt_state(params.leaves[mirrored])
             leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
@@ -207,8 +209,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     for i in params.distinct:
         param = params.leaves[i]
         if trained[i] and tiers[i].gradient != "device":
-            axes = (zero.axis,) if zero.axis and zero.opt_state(param) else ()
-            layout = Layout(precision.reduce(param), axes, tiers[i].gradient)
+            layout = Layout(precision.reduce(param), zero.opt_state(param), tiers[i].gradient)
             out[i] = Leaf(f"{GRADIENTS}{param.path.removeprefix('params')}", "gradients", param.shape, layout)
     return out
 

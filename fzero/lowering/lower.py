@@ -60,6 +60,7 @@ from fzero.trace.record import uncollected
 from fzero.transforms import accumulate, remat, shard
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 
@@ -70,18 +71,21 @@ and some seconds."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its program, and the structures of what goes in and comes out.
+    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
+
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    There is one stage, of all ranks.
 
     Example:
         >>> import torch, fzero as fz
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
-        >>> lowered.plan.fits("80GB"), len(lowered.program.lines) > 10
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
         (True, True)
     """
 
-    program: Program
+    programs: tuple[Program, ...]
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
@@ -92,12 +96,17 @@ class Lowered:
     backend: str = "inductor"
     chosen: tuple[Decision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
-    stages: Callable[[], Mapping[str, Program]] = field(
-        default=dict, repr=False, compare=False
-    )  # the programs on the way, by the pass that made each
+    # the programs on the way, by the pass that made each
+    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        (program,) = self.programs
+        return program
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -235,7 +244,8 @@ def lower_inputs(
         for passed in added(cut):
             cut = before[passed.name] = passed.verified(passed.rewrite(cut, None))
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
-        return _fitting(Lowered(verified(cut, closed(cut)), params, None, batch, structure, budget, stages=stages))
+        program = verified(cut, closed(cut))
+        return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
 
@@ -243,7 +253,7 @@ def lower_inputs(
         program = variants.verified(choice)
         stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
-            program,
+            (program,),
             params,
             traced.opt_state,
             batch,
@@ -257,10 +267,8 @@ def lower_inputs(
     least, auto = _least(step, budget)
     if budget is None:
         return lowered(least)
-    starts = [
-        least,
-        *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None),
-    ]  # copies there take room that must be given
+    # copies there take room that must be given
+    starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]
     if budget.nbytes is None:
         shared = [
             choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget)
@@ -273,7 +281,11 @@ def lower_inputs(
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
-        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
+        once = find(step.transforms, OnceAStep)
+        open_stay = once is not None and once.least < once.most
+        return choose(
+            variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay
+        )
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -398,7 +410,9 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     """The choice that takes least memory, and whether what blocks keep is open."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     auto = policy == "auto"
-    return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
+    limited, once = budget is not None and budget.nbytes is not None, find(step.transforms, OnceAStep)
+    stay = 0.0 if once is None else once.least if limited else once.most
+    return Choice(0.0 if auto and limited else policy, stay=stay), auto
 
 
 class Resolved(NamedTuple):
@@ -545,8 +559,8 @@ def _with(step: Step, transform: Any) -> Step | None:
     return None if more == step else more
 
 
-def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
-    """Of each parameter whether its state, its gradient and itself are sharded."""
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """Of each parameter the axes that its state, its gradient and itself are sharded over."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 

@@ -100,9 +100,8 @@ def record_update(
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
         new_o = tree.leaves(new_opt)
-        new_p = [
-            x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)
-        ]  # as torch.optim leaves those without a gradient
+        # as torch.optim leaves those without a gradient
+        new_p = [x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)]
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -160,9 +159,8 @@ def record_update(
     targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
     given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
-    written = [
-        (target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]
-    ]  # the others are as they were
+    # the others are as they were
+    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]
     recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
     recorded.graph.eliminate_dead_code()
     metric_values = [

@@ -18,7 +18,7 @@ from fzero.passes import tiers
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.program.ir import WHOLE, Placement, Program, Value
+from fzero.program.ir import Program, Value, resting
 from fzero.trace.record import uncollected
 from fzero.transforms.shard import Zero
 
@@ -50,16 +50,14 @@ class Variants:
         gradients: Mapping[str, Leaf],
     ):
         self._opening = (*opening(zero, num_micro, batch), *added(base))
-        self._shared: dict[
-            Any, tuple[Program, Program]
-        ] = {}  # with the program before, which keys know by the identity of its lines
+        # with the program before, which keys know by the identity of its lines
+        self._shared: dict[Any, tuple[Program, Program]] = {}
         self._begin(base, gradients)
 
     def _begin(self, base: Program, gradients: Mapping[str, Leaf]) -> None:
         self.base, self._gradients = base, gradients
-        self._waiting: dict[
-            int, dict[str, str]
-        ] = {}  # by the identity of lines, which of a program's gradients wait on disk
+        # by the identity of lines, which of a program's gradients wait on disk
+        self._waiting: dict[int, dict[str, str]] = {}
         self._own: dict[Any, Program] = {}  # as in `_shared`, with this base's leaves
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way
@@ -176,10 +174,7 @@ def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
     if not gradients:
         return program
     leaves = {leaf.path: leaf for leaf in gradients.values()}
-    values = (
-        Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE)
-        for x in leaves.values()
-    )
+    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in leaves.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
 
 

@@ -30,13 +30,8 @@ aten = torch.ops.aten
 
 Progress = Callable[[str], None]
 
-_SIZES = [
-    (512, 512, 512),
-    (512, 2048, 512),
-    (512, 512, 2048),
-    (1024, 1024, 1024),
-    (2048, 512, 2048),
-]  # rows, columns, inner of a product
+# rows, columns, inner of a product
+_SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]
 _COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
 _PAGE = 4096
 _REQUEST = 8 * PIECE  # bytes of a disk's reads and writes: more than its threads move at once
@@ -105,10 +100,8 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     forward, backward, _ = _FUSED[device.type]
     out, logsumexp, *rest = forward(q, k, v, 0.0, True)
-    before, after = (
-        rest[:4],
-        rest[4:6],
-    )  # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
+    # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
+    before, after = (rest[:4], rest[4:6])
     one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
     two = as_run(lambda *x: backward(*x[:6], *before, 0.0, True, *x[6:])[0], dout, q, k, v, out, logsumexp, *after)
     flops = 4.0 * math.prod(shape) * shape[2]

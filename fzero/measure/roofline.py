@@ -145,9 +145,8 @@ class _Run:
     end: Any = None
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
     copies: list[tuple[str, Any, Any]] = field(default_factory=list)
-    files: dict[Storage, float] = field(
-        default_factory=dict
-    )  # seconds that they had been busy before their first transfer
+    # seconds that they had been busy before their first transfer
+    files: dict[Storage, float] = field(default_factory=dict)
     disk_seconds: float = 0.0
     disk_bytes: int = 0  # more than planned where a guess was wrong
 

@@ -8,15 +8,23 @@ from typing import Any
 
 import torch
 
+_MODULES: dict[str, str] = {}
+
+
+def module_of(operator: str) -> str:
+    """The module that defines an operator of ours, to be imported by a process that is given its name; "" for none."""
+    return _MODULES.get(operator, "")
+
 
 def define(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The operator `fzero::name`, on every device, without gradients; under `vmap` it runs once a row.
 
     Args:
         name, schema: of the operator. For `vmap`, one tensor is its result.
-        eager: what it computes.
+        eager: what it computes. A function of the module that defines the operator.
         fake: shapes and dtypes of the results, from those of the arguments.
     """
+    _MODULES[f"fzero.{name}"] = eager.__module__
     torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients
     torch.library.register_fake(f"fzero::{name}", fake)

@@ -49,9 +49,8 @@ class PartitionState(NamedTuple):
         dict_keys(['fast', 'still'])
     """
 
-    inner_states: dict[
-        Any, Any
-    ]  # label -> state of its transformation, for the leaves of that label; None if there are none
+    # label -> state of its transformation, for the leaves of that label; None if there are none
+    inner_states: dict[Any, Any]
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:

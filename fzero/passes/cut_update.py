@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fzero.layout import TIERS
+from fzero.layout import TIERS, Cut
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace.propagate import all_reduce, cut, draw_start, num_valid, propagate
+from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
 from fzero.trace.record import Recorded
 from fzero.trace.subgraph import Part, ancestors, views_of
 
@@ -49,22 +49,25 @@ class _Cutter:
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
         update = next(line for line in program.lines if line.op == "update")
         self.line = update
-        shards = next((v.placement.axes for a in update.args if (v := self.values[a]).placement.kind == "shard"), ())
-        self.axes = shards
-        size = program.mesh.axis_size(shards) if shards else 1
         source: Recorded = update.attrs["graph"]
         places = source.inputs
         named = {
             **update.attrs.get("leaf", {}),
             **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()},
         }
+
+        def cut_as(name: str) -> Cut | None:
+            placement, size = self.values[name].placement, program.mesh.axis_size
+            return (
+                Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
+            )
+
         sharded = {
-            p: named.get(a, a)
+            p: Sharded(named.get(a, a), c)
             for p, a in zip(places, update.args, strict=True)
-            if self.values[a].placement.kind == "shard"
+            if (c := cut_as(a)) is not None
         }
-        demand = [self.values[t].placement.kind == "shard" for t in update.writes] + [False] * len(update.out)
-        self.graph = propagate(source, sharded, demand, size, "optimizer")
+        self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
         mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
@@ -115,9 +118,8 @@ class _Cutter:
                 for arg in node.all_input_nodes:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
-        for target, node in zip(
-            self.line.writes, self.outputs, strict=False
-        ):  # a leaf belongs to its new value, though it may not read it
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            # a leaf belongs to its new value, though it may not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
@@ -143,12 +145,11 @@ class _Cutter:
         """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move
         and read."""
         level, graph = self._levels(), self.graph.graph
-        groups: dict[tuple[int, Owner, torch.dtype, str], list[fx.Node]] = defaultdict(list)
+        groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if reduces(node):
-                across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
                 groups[
-                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, str(across)
+                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)
                 ].append(node)
         last = graph.output_node()
         for (_, owner, dtype, across), group in groups.items():
@@ -162,7 +163,7 @@ class _Cutter:
                 self.owner[packed] = owner
                 whole = packed
                 if across:
-                    whole = graph.call_function(all_reduce, (packed, across))
+                    whole = graph.call_function(all_reduce, (packed, *across))
                     whole.meta["val"] = packed.meta["val"]
                 for i, scalar in enumerate(scalars):
                     one = graph.call_function(aten.select.int, (whole, 0, i))
@@ -207,16 +208,12 @@ class _Cutter:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
+                    shape, axes = node.args
                     self._line(
-                        "num_valid",
-                        (),
-                        node,
-                        attrs={"shape": node.args[0], "axes": self.axes},
-                        placement=Placement("local", self.axes),
+                        "num_valid", (), node, attrs={"shape": shape, "axes": axes}, placement=Placement("local", axes)
                     )
                 elif node.target is draw_start:
-                    base, shape, sharded = node.args
-                    axes = self.axes if sharded else ()
+                    base, shape, axes = node.args
                     self._line(
                         "draw_start",
                         (),
@@ -298,8 +295,8 @@ class _Cutter:
         if not targets:
             out = []
             for node in outputs:
-                across = next((str(u.args[1]) for u in node.users if u.target is all_reduce), None)
-                placement = WHOLE if across is None else Placement(partial=self.axes, by=across if self.axes else "sum")
+                across = _across(node)
+                placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
@@ -310,8 +307,9 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
+        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
         shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, {"axes": self.axes}, Placement("shard", self.axes), shape)
+        self._line("take_shard", (self.name[source],), node, {"axes": axes}, Placement("shard", axes), shape)
 
     def _line(
         self,
@@ -336,23 +334,37 @@ class _Cutter:
         )
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel
-        together."""
+        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
+        and travel together."""
         for op in ("sum", "max", "min"):
-            group = list(dict.fromkeys(n for n in nodes if n.args[1] == op))
-            if not group:
-                continue
-            for axis in self.axes:
+            # and the axes that each is still to be reduced over
+            group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
+            while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
+                here = [n for n, axes in group.items() if left[0] in axes]
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
-                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
+                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.lines.append(
-                    Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer")
+                    Line("all_reduce_start", args, (handle,), attrs={"axes": (left[0],), "op": op}, by="optimizer")
                 )
                 out = []
-                for node in group:
+                for node in here:
+                    group[node] = tuple(a for a in group[node] if a != left[0])
                     self.name[node] = self._scalar_name(node)
-                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
+                    placement = Placement(by=op).left(group[node])
+                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
                 self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
+
+
+class Across(NamedTuple):
+    """How the summands of ranks become one: by what, over which axes."""
+
+    op: str
+    axes: tuple[str, ...]
+
+
+def _across(node: fx.Node) -> Across | None:
+    """How what a node reduces to is reduced over the ranks, if it is."""
+    return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 
 def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:

@@ -82,9 +82,8 @@ class _Dependencies:
     def ran(self, line: Line, at: int) -> None:
         if line.op in COLLECTIVES:
             self._started[line.out[0].name] = line
-        moved = (
-            self._started[line.args[0]].args if OPS[line.op].waits and line.args[0] in self._started else ()
-        )  # a transfer reads until its wait
+        # a transfer reads until its wait
+        moved = self._started[line.args[0]].args if OPS[line.op].waits and line.args[0] in self._started else ()
         self._arriving.update(v.name for v in line.out if moved)
         for name in (*_read(line), *moved):
             for root in self._roots(name):

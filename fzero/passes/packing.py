@@ -102,9 +102,8 @@ def _meetings(items: Sequence[Item]) -> list[list[int]]:
 def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequence[int]]) -> Packing:
     """Each of the items in this order as low as those placed before allow."""
     offsets = [-1] * len(items)
-    taken: list[list[Interval]] = [
-        [] for _ in items
-    ]  # by those that are placed: of what is not yet, the bytes it may not have, in order
+    # by those that are placed: of what is not yet, the bytes it may not have, in order
+    taken: list[list[Interval]] = [[] for _ in items]
     for i in order:
         nbytes, _, align = items[i]
         at = 0

@@ -118,8 +118,8 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
         Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
         Pass(
             "shard",
-            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads),
-            lambda _, choice: choice.whole_grads,
+            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads, choice.stay),
+            lambda _, choice: (choice.whole_grads, choice.stay),
         ),
         Pass("cut_update", _cut()),
     )

@@ -44,7 +44,9 @@ class _Placer:
             uses.waits,
         )
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs["axes"] for line in self._with("scatter").values() for a in line.args}
+        self.scattered = {
+            a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args
+        }
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
@@ -152,16 +154,17 @@ class _Placer:
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        return (
-            layout.shard_numel(value.shape, size) * size
-            if axes and (size := self.mesh.axis_size(axes))
-            else _numel(value.held(self.mesh))
-        )
+        if value.placement.kind == "shard" or not axes:  # of a shard that is there already
+            return _numel(value.held(self.mesh))
+        return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(self._padded(v, axes), v) for v in outs]
+        slots = [
+            region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            for a, v in zip(line.args, outs, strict=True)
+        ]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
@@ -181,7 +184,10 @@ class _Placer:
         axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
+        wholes = [
+            self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes)))
+            for a in line.args
+        ]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
@@ -255,9 +261,8 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        return (
-            not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
-        )  # compiled readers rely on the strides they were traced with
+        # compiled readers rely on the strides they were traced with
+        return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
         """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""

@@ -158,9 +158,8 @@ class Choices:
         at = {n: i for i, n in enumerate(self.early)}  # numbers, not nodes: every rank must find the same cut
         for n, i in at.items():  # on the sink's side: (i, 0) is recomputed, (i, 1) is there in the backward
             net.add_edge("source", (i, 0), capacity=self.flops[n] * per_flop)
-            net.add_edge(
-                (i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {})
-            )  # no capacity: infinite
+            # no capacity: infinite
+            net.add_edge((i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {}))
             net.add_edges_from(((i, 1), (at[u], 0)) for u in n.users if u in at)
             if n in self.read:
                 net.add_edge((i, 1), "sink")

@@ -135,9 +135,8 @@ def saved_activations(program: Program) -> set[str]:
     late = {a for line in lines if line.attrs.get("backward") for a in line.args}
     found = []
     for line in lines:
-        if (
-            line.op == "call" and "call" in line.attrs and not line.attrs["backward"]
-        ):  # not the last block, whose backward follows at once
+        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:
+            # not the last block, whose backward follows at once
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
                 v
@@ -195,9 +194,8 @@ class _Rewrite:
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
-        self.lies: dict[
-            str, dict[str, str]
-        ] = {}  # by value: the names under which it lies on each tier, if not just where it is made
+        # by value: the names under which it lies on each tier, if not just where it is made
+        self.lies: dict[str, dict[str, str]] = {}
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
         self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
@@ -205,9 +203,8 @@ class _Rewrite:
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
         self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
-        self.resting: dict[
-            str, str
-        ] = {}  # activations that are on the host from forward to backward, gradients until their update
+        # activations that are on the host from forward to backward, gradients until their update
+        self.resting: dict[str, str] = {}
         self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
@@ -276,9 +273,8 @@ class _Rewrite:
             return []
         lines, sums = self._on("device", line), list[Line]()
         if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
-            num = (
-                1 if self.program.mesh.unified_memory else 2
-            )  # there an update comes a block later (passes/hoist_updates.py)
+            # there an update comes a block later (passes/hoist_updates.py)
+            num = 1 if self.program.mesh.unified_memory else 2
             self.recent = [*self.recent, self._read_by(lines)][-num:]
             sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
@@ -550,9 +546,8 @@ class _Rewrite:
             through = [n for n in names if n not in straight]
             copies, more = self._move("to_host", through, through)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            self.lies |= {
-                n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk
-            }  # for what is updated on a guess
+            # for what is updated on a guess
+            self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
             lines += more
         arrived = self.program.mesh.unified_memory or self.program.mesh.gpu_direct

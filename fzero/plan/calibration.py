@@ -21,9 +21,8 @@ _REDO = "measure again on this machine: fzero calibrate"
 def calibration_path(device_type: str = "cpu") -> Path:
     """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
     where = os.environ.get("FZERO_CACHE", "")
-    folder = (
-        Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"
-    )  # "off" is about compiled functions
+    # "off" is about compiled functions
+    folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"
     return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
 
 

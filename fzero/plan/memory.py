@@ -251,9 +251,8 @@ def roles(program: Program) -> dict[str, str]:
     }
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
-    gradients = {
-        name for name, role in known.items() if role == "gradients"
-    }  # what updates read of the backward, and what that was made of
+    # what updates read of the backward, and what that was made of
+    gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
     copies = _copies(program)
     late: set[str] = set()  # read in the backward

@@ -233,9 +233,8 @@ def plan(
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
-    host_peak = max(
-        memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")])
-    )  # a pool is there all along
+    # a pool is there all along
+    host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))
     flops, dtype = model_flops(program), compute_dtype(program)
     stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
     return Plan(

@@ -51,9 +51,8 @@ class Timeline:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     exposed: dict[int, float] = field(default_factory=dict)  # by the line that waits
     waited: dict[int, str] = field(default_factory=dict)  # the channel that a line waits for
-    before_update: dict[str, float] = field(
-        default_factory=dict
-    )  # by channel, and of compute: how long it was busy before the first update
+    # by channel, and of compute: how long it was busy before the first update
+    before_update: dict[str, float] = field(default_factory=dict)
 
     @property
     def exposed_seconds(self) -> float:
@@ -77,20 +76,17 @@ class _Simulation:
         self.seconds = [seconds(line) for line, _ in program.walk()]
         self.line_channel = [channel(line) for line, _ in program.walk()]
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
-        self.holds = (
-            {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
-        )  # channels whose waits hold the host's thread
+        # channels whose waits hold the host's thread
+        self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
         self.size = [1 + sum(1 for _ in _inner(line)) for line, _ in program.walk()]
         self.found = Timeline()
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
-        self.held: list[
-            tuple[Event, str]
-        ] = []  # what held it since compute last had nothing to do, each with its queue
+        # what held it since compute last had nothing to do, each with its queue
+        self.held: list[tuple[Event, str]] = []
         self.free: dict[str, float] = {}  # when a link has done all it was given
-        self.moving: dict[
-            str, tuple[str, float]
-        ] = {}  # a handle's channel, and when its transfer is done, or how long it will take
+        # a handle's channel, and when its transfer is done, or how long it will take
+        self.moving: dict[str, tuple[str, float]] = {}
 
     def run(self) -> Timeline:
         self._lines(self.program.lines, 0, 0)

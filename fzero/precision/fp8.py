@@ -133,9 +133,8 @@ def rewrite(
     blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, Uses] = defaultdict(Uses)
     nodes = list(graph.graph.nodes)
-    delayed = {
-        n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None
-    }  # the calls whose backward can tell what they read
+    # the calls whose backward can tell what they read
+    delayed = {n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None}
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     new = _NewInputs(graph, len(graph.inputs), "in_{}")
     scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])

@@ -96,9 +96,8 @@ def gradient_statistics(
     num = torch.tensor([float(max(n, 1)) for n in sizes], device=device)
     return {
         "grad_norm": squares.sqrt(),
-        "grad_max": torch.where(
-            squares.isnan(), math.inf, largest
-        ),  # not every transfer keeps a nan among larger numbers
+        # not every transfer keeps a nan among larger numbers
+        "grad_max": torch.where(squares.isnan(), math.inf, largest),
         "underflow": few / num,
         "zero": zeros / num,
     }

@@ -7,7 +7,10 @@
   moving         a transfer has been started and not yet waited for
 Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes,
 or, `by` another reduction, the largest or smallest. Only what is not
-partial may rest in a state, and only a `whole` or a `local` may be returned.
+partial may rest in a state, and only a `whole` or a `local` may be returned. Each value has axes of its own: one
+program has shards over `data`, and, padded for the same `grid` of axes, the shards over `data` and `node` that those
+are cut in (see [Note: several axes] in fzero/layout.py). A transfer is over one
+axis: a gather over the last that its shards were cut over, a reduction over the next that they are to be cut over.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
 small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
@@ -49,7 +52,7 @@ from typing import Any
 
 import torch
 
-from fzero.layout import Leaf, shard_numel
+from fzero.layout import Layout, Leaf, grid_of, shard_numel
 from fzero.mesh import AbstractMesh
 from fzero.trace.record import Recorded
 
@@ -57,12 +60,25 @@ from fzero.trace.record import Recorded
 @dataclass(frozen=True)
 class Placement:
     """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
-    "max" or "min"."""
+    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     by: str = "sum"
+    grid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.kind == "shard" else ())
+
+    def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = ()) -> Placement:
+        """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for."""
+        return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its axes are the first of those that it is padded for: so that it is the parts of a finer cut."""
+        return not self.grid or self.grid[: len(self.axes)] == self.axes
 
     def left(self, partial: Iterable[str]) -> Placement:
         """With these axes left to be reduced over."""
@@ -70,9 +86,15 @@ class Placement:
         return replace(self, partial=partial, by=self.by if partial else "sum")
 
     def __str__(self) -> str:
-        text = f"{self.kind}({', '.join(self.axes)})" if self.axes else self.kind
+        finer = f" of {', '.join(self.grid)}" if self.grid else ""
+        text = f"{self.kind}({', '.join(self.axes)}{finer})" if self.axes else self.kind
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
         return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
+
+
+def resting(layout: Layout) -> Placement:
+    """How a leaf of this layout relates to the mesh."""
+    return Placement("shard", layout.axes, grid=layout.grid) if layout.axes else WHOLE
 
 
 WHOLE = Placement()
@@ -101,11 +123,9 @@ class Value:
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Shape of what a rank holds of it."""
-        return (
-            (shard_numel(self.shape, mesh.axis_size(self.placement.axes)),)
-            if self.placement.kind == "shard"
-            else self.shape
-        )
+        if self.placement.kind != "shard":
+            return self.shape
+        return (shard_numel(self.shape, mesh.axis_size(self.placement.axes), mesh.axis_size(self.placement.grid)),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

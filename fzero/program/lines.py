@@ -103,9 +103,8 @@ class Lines:
         self._wanted = result_names
         self._run: list[fx.Node] = []
         self._num_runs = 0
-        self._cut: dict[
-            tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]
-        ] = {}  # functions of blocks, and which inputs they read
+        # functions of blocks, and which inputs they read
+        self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}
         nodes = graph.graph.nodes
         self._inputs = [n for n in nodes if n.op == "placeholder"]
         self.name.update((n, n.meta["name"]) for n in self._inputs)

@@ -86,9 +86,8 @@ class _Checker:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
                 axes = {*value.placement.axes, *value.placement.partial}
-                self.known[value.name] = (
-                    value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
-                )  # it is a violation already
+                # it is a violation already
+                self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
             if line.attrs.get("restores"):
                 self.overwritten -= {*line.writes}
                 continue
@@ -110,9 +109,8 @@ class _Checker:
         others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is taken
         to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
-        computed = {
-            w for w in self.guessed if self.program.leaves[w].role == "compute"
-        }  # is written and never read by an update
+        # is written and never read by an update
+        computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}
         placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
         self.overwritten -= on_disk | computed if placed else self.guessed
         self.written -= self.guessed
@@ -184,6 +182,9 @@ class _Checker:
         if unknown := sorted(named - {*self.program.mesh.axes}):
             self.bad(line, f"the mesh has no axis {', '.join(map(repr, unknown))}")
             return
+        for v in line.out:
+            if not v.placement.is_nested:
+                self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
         self._tiers(line, args)
         OPS[line.op].check(line, args, self)
 

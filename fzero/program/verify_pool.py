@@ -46,23 +46,20 @@ class _Guard:
     line: Line
     spans: list[Span]
     waited: bool = False
-    after: set[str] = field(
-        default_factory=set
-    )  # transfers started since the wait: once one arrives, every rank has read
+    # transfers started since the wait: once one arrives, every rank has read
+    after: set[str] = field(default_factory=set)
 
 
 class _Checker:
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}
-        self.owners: list[
-            tuple[Span, str]
-        ] = []  # who wrote which bytes last: in the order of the bytes, which do not overlap
+        # who wrote which bytes last: in the order of the bytes, which do not overlap
+        self.owners: list[tuple[Span, str]] = []
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
-        self.sent: dict[
-            str, list[Span]
-        ] = {}  # of copies to the device that were waited for: what they read on the host
+        # of copies to the device that were waited for: what they read on the host
+        self.sent: dict[str, list[Span]] = {}
         self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
 
     def lines(self, lines: Sequence[Line]) -> None:

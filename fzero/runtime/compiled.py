@@ -47,9 +47,8 @@ def alone(owner: str) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            ordinary = (
-                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            )  # a state outlives the mode that it is made in
+            # a state outlives the mode that it is made in
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with self.mesh.alone(owner), ordinary:
                 return method(self, *args, **kwargs)
 
@@ -92,10 +91,8 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
-        self._called, self._looking = (
-            0.0,
-            0.0,
-        )  # when a program was called last, and how long a look at its settings takes
+        # when a program was called last, and how long a look at its settings takes
+        self._called, self._looking = (0.0, 0.0)
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
@@ -130,10 +127,8 @@ class Compiled:
                 for name, f in self.program.functions.items()
             }
             assert self._lowered is not None
-            self._planned = (
-                self.program,
-                replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend),
-            )
+            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),))
+            self._planned = self.program, as_built.plan_on(None, self.backend)
         return self._planned[1]
 
     def _run_for(
@@ -141,10 +136,8 @@ class Compiled:
     ) -> tuple[Lowered, Callable[..., Any]]:
         """The program for such a batch, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
-        unseen = [
-            *function_modes(),
-            *(dispatch_modes() if self.backend == "inductor" else []),
-        ]  # which see every operation of a program that is run as it is
+        # which see every operation of a program that is run as it is
+        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]
         if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
             fix += (
@@ -212,9 +205,8 @@ class Compiled:
                 if changed
                 else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
             )
-            agree.everywhere(
-                self.mesh, self.owner, lambda: self._same_settings(kept), about
-            )  # what changed on one rank only is every rank's error
+            # what changed on one rank only is every rank's error
+            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -297,7 +289,7 @@ class Compiled:
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
         ]
-        if changed or agree.describe(again.program) != agree.describe(lowered.program):
+        if changed or agree.describe(*again.programs) != agree.describe(*lowered.programs):
             others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
             if others and any(
                 place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()
@@ -329,9 +321,8 @@ class Compiled:
             if self.mesh.rank == 0
             else nullcontext()
         ):
-            lowered = replace(
-                self._lower(params, batch), chosen=self._chosen, stages=dict
-            )  # a run keeps its program alone
+            # a run keeps its program alone
+            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}

@@ -63,9 +63,8 @@ def executable(
             failed = tiers.end()
         if failed is not None:  # on every rank, each at the end of its run
             raise failed
-        return tuple(
-            x.clone() if _within(x, memory) else x for x in outputs
-        )  # the pool is written again by the next run
+        # the pool is written again by the next run
+        return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
@@ -85,9 +84,9 @@ class _Running:
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
 
     @functools.cache  # noqa: B019  # lives as long as the program
-    def part_of(self, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]:
+    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]:
         """Where this rank's part of a flat leaf begins, how many elements it has, and how many with its padding."""
-        leaf = Leaf("", "", shape, Layout(torch.float32, (axis,)))
+        leaf = Leaf("", "", shape, Layout(torch.float32, (axis,) if isinstance(axis, str) else axis))
         start, stop = leaf.valid_range(self.mesh)
         return start, stop - start, leaf.shard_numel(self.mesh)
 

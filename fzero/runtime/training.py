@@ -87,11 +87,8 @@ class CompiledStep(Compiled):
             else None
         )
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
-        self._guesses: tuple[Any, Any, bool] = (
-            None,
-            None,
-            False,
-        )  # the last trees and a program, and what `_may_guess` found of them
+        # the last trees and a program, and what `_may_guess` found of them
+        self._guesses: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @alone("init")
@@ -159,9 +156,8 @@ class CompiledStep(Compiled):
                 self.step, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
             )
 
-        made, opt = (
-            agree.everywhere(self.mesh, "init", bear) if places else bear()
-        )  # a disk that fails on one rank is every rank's error
+        # a disk that fails on one rank is every rank's error
+        made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
         state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
         self._last.keep(inputs, state.params, state.opt_state)
@@ -231,9 +227,8 @@ class CompiledStep(Compiled):
             elif role not in {leaf.role for leaf in names.values()}:  # of a step with it, that is not wanted any more
                 index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
-        if counted := {
-            n: leaf for n, leaf in names.items() if leaf.role == "precision"
-        }:  # before what follows from the dtypes is laid out
+        if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:
+            # before what follows from the dtypes is laid out
             found = checkpoint.read(index, counted, self.mesh)
             counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self.step = self._safer.resolved(self.step, inputs, counts)

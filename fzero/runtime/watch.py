@@ -30,9 +30,8 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
     """
     flat = tree.leaves(params)
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
-    ends = [
-        torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked
-    ]  # a nan is the least and the greatest
+    # a nan is the least and the greatest
+    ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]
     found = torch.stack(ends).isfinite().all(1).tolist() if ends else []
     wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in zip(asked, found, strict=True) if not finite]
     if wrong:

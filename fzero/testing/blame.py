@@ -209,10 +209,8 @@ def _reference(
             for f in ("step", "params", "opt_state", "key")
         }
     )
-    state = {
-        **leaves,
-        **leaves_of(whole, {}),
-    }  # what is not in a plain state, such as a loss scale, is whole on every rank
+    # what is not in a plain state, such as a loss scale, is whole on every rank
+    state = {**leaves, **leaves_of(whole, {})}
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     parts = []
     for i, batch in enumerate(batches):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
-from fzero.program.ir import Line, Program
+from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
 from fzero.trace.device import by_operation, on_device
 
@@ -69,8 +69,12 @@ class Interpreter:
         here = self.mesh.index(self._axes) if self._axes else 0
         return here * count + micro if self._part is None else self._part
 
-    def cut(self, whole: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        return cut(whole, axes, self.mesh)
+    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
+        """This rank's part of a value that is cut, or cut further, as another is placed."""
+        if source.placement.kind != "shard":
+            return cut(x, out.placement, self.mesh)
+        axes = out.placement.axes[len(source.placement.axes) :]
+        return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return gather(self.mesh, x, axis)
@@ -79,6 +83,8 @@ class Interpreter:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
 
 
-def cut(whole: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Tensor:
+def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
     """This rank's flat, padded shard of a whole value."""
-    return shard(whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, tuple(axes))), mesh)
+    return shard(
+        whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, placement.axes, grid=placement.grid)), mesh
+    )

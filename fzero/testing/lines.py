@@ -257,7 +257,7 @@ class _Meanings:
         placement = self._values[name].placement
         shape = self._values[name].shape
         if placement.kind == "shard" and value.numel() == max(torch.Size(shape).numel(), 1):
-            value = cut(value, placement.axes, self._mesh)
+            value = cut(value, placement, self._mesh)
         return value
 
     def _others(self, parts: frozenset[int], axes: Sequence[str]) -> set[int]:

@@ -191,10 +191,8 @@ class Report:
         return lines
 
     def to_json(self) -> str:
-        data: dict[str, Any] = {
-            "equivalent": self.equivalent,
-            **asdict(self),
-        }  # of `exact` too, without its verdict: that is in its leaves
+        # of `exact` too, without its verdict: that is in its leaves
+        data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}
         return json.dumps(_finite(data), indent=1)
 
 

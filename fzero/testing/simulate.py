@@ -32,13 +32,7 @@ _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(
 
 
 def simulate(
-    step: Step,
-    mesh: AbstractMesh,
-    params: Any,
-    batch: Any,
-    *,
-    steps: int = 1,
-    key: torch.Tensor | None = None,
+    step: Step, mesh: AbstractMesh, params: Any, batch: Any, *, steps: int = 1, key: torch.Tensor | None = None
 ) -> tuple[State, dict[str, Any]]:
     """Takes steps on a mesh of devices that one does not have: every rank is a thread of this process, which interprets
     the step's program.

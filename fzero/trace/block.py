@@ -68,9 +68,8 @@ class Joint:
     diff_outputs: tuple[int, ...]  # outputs that have a tangent
     structure: tree.TreeSpec  # of what the function returns
     returned: tuple[int, ...]  # its leaves: each is one of the inputs, or else of the outputs, counted on
-    memory: tuple[
-        int, ...
-    ]  # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
+    # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
+    memory: tuple[int, ...]
 
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,9 +228,8 @@ class Blocks:
 
         def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            ours = (
-                saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
-            )  # not those of a checkpoint around the call
+            # not those of a checkpoint around the call
+            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
             with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
                 return _trace(
@@ -400,9 +398,8 @@ class _Call(torch.autograd.Function):
         if not asked:
             return (None,) * (5 + ctx.joint.num_inputs)
         again, ctx.differentiated = ctx.differentiated, True
-        if (
-            not again and tuple(asked) != ctx.joint.diff_outputs
-        ):  # in PyTorch the others have no backward: zeros in their place may become nan
+        if not again and tuple(asked) != ctx.joint.diff_outputs:
+            # in PyTorch the others have no backward: zeros in their place may become nan
             ctx.joint = ctx.restricted(tuple(asked))
             ctx.node.update_arg(0, ctx.joint)
         joint = ctx.joint
@@ -529,9 +526,8 @@ def _trace(
             )
             both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
-            if not same and both.signature != _of_results(
-                functional(forward_alone, body.owner)
-            ):  # as the joint graph is where a backward writes in place
+            if not same and both.signature != _of_results(functional(forward_alone, body.owner)):
+                # as the joint graph is where a backward writes in place
                 raise TraceError(
                     message(body.owner, "computes something else each time it is called", _where(body.fn), _OTHERWISE)
                 )

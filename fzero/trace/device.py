@@ -141,9 +141,8 @@ _MATMULS = {
 
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
-    first = (
-        next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value
-    )  # a convolution may give its first input no gradient
+    # a convolution may give its first input no gradient
+    first = next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value
     return first.dtype
 
 
@@ -158,9 +157,8 @@ def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
             return out
         if isinstance(out, torch.Tensor):
             return out.to(low)
-        stays = (
-            1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)
-        )  # its logsumexp is float32
+        # its logsumexp is float32
+        stays = 1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)
         return tuple(
             x.to(low) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x
             for i, x in enumerate(out)

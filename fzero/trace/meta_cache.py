@@ -37,9 +37,8 @@ class Results:
             metadata = compat.fake_metadata(out)
             if metadata is not None:
                 self._known[key] = (out.fake_mode, *metadata)  # type: ignore[attr-defined]
-        elif isinstance(
-            out, (tuple, list)
-        ):  # a fake kernel may return one tensor twice; what PyTorch remembers of it are two
+        elif isinstance(out, (tuple, list)):
+            # a fake kernel may return one tensor twice; what PyTorch remembers of it are two
             return type(out)(
                 x.clone() if isinstance(x, torch.Tensor) and any(x is y for y in out[:i]) else x
                 for i, x in enumerate(out)

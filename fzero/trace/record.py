@@ -121,22 +121,18 @@ class Recorder(compat.TorchDispatchMode):
         self._results = Results()
         self._labels: dict[fx.Node, str] = {}
         self._storages: dict[int, str] = {}  # of arguments
-        self._shared: dict[
-            int, dict[int, str]
-        ] = {}  # storages that stand for one memory, and the blocks that make them so
-        self._stale: dict[
-            int, tuple[str, str | None]
-        ] = {}  # storages of whose memory another was written, by which block and where
+        # storages that stand for one memory, and the blocks that make them so
+        self._shared: dict[int, dict[int, str]] = {}
+        # storages of whose memory another was written, by which block and where
+        self._stale: dict[int, tuple[str, str | None]] = {}
         self._known = Known(self.graph, self.constants)
         self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where
-        self._crossed: set[int] = (
-            set()
-        )  # storages of arguments and of results of blocks: in PyTorch they may be parts of others
+        # storages of arguments and of results of blocks: in PyTorch they may be parts of others
+        self._crossed: set[int] = set()
         self._of_block: list[torch.Tensor] = []  # a block's arguments, as its function gets them
         self._outside: FrameType | None = None  # the frame that traces
-        self._lines: dict[
-            int, Place | None
-        ] = {}  # by the sequence number of an autograd node: where the operation is that it differentiates
+        # by the sequence number of an autograd node: where the operation is that it differentiates
+        self._lines: dict[int, Place | None] = {}
         self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
@@ -169,9 +165,8 @@ class Recorder(compat.TorchDispatchMode):
         argument, or where it lies."""
         if what in OF_HISTORY and not any(x is tensor for x in self._of_block):
             return
-        if (
-            what in OF_MEMORY and what != "data_ptr" and _storage(tensor) not in self._crossed
-        ):  # an address is none in a trace
+        if what in OF_MEMORY and what != "data_ptr" and _storage(tensor) not in self._crossed:
+            # an address is none in a trace
             return
         text = (
             "asks where an argument comes from"

@@ -120,9 +120,8 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._traced.remembering():
-            if (
-                getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__"
-            ):  # no operation, and so in no trace
+            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+                # no operation, and so in no trace
                 raise TraceError(
                     message(
                         self._traced.owner,

@@ -416,9 +416,8 @@ class _Walk:
         if len(x) <= _LONG:
             return False
         try:
-            self._fact(
-                hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path
-            )  # version 2 has no references, which depend on who else holds a value
+            # version 2 has no references, which depend on who else holds a value
+            self._fact(hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path)
         except ValueError:
             return False
         return True
@@ -477,9 +476,8 @@ class _Walk:
             self._fact((kind, x), path)
         elif hasattr(x, "items") and hasattr(x, "keys"):  # os.environ
             self._mapping(x, path)
-        elif hasattr(x, "__dict__") and (
-            equal or isinstance(x, threading.local)
-        ):  # SimpleNamespace, argparse.Namespace
+        elif hasattr(x, "__dict__") and (equal or isinstance(x, threading.local)):
+            # SimpleNamespace, argparse.Namespace
             self._fact(kind, path)
             self._scopes.append(_Scope(vars(x), path, fields=list(vars(x))))
         elif hasattr(x, "__wrapped__"):  # functools.lru_cache

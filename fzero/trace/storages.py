@@ -40,9 +40,8 @@ def output_storages(graph: Recorded) -> list[Output]:
     numbers = {n: i for i, n in enumerate(dict.fromkeys(roots))}
     found = []
     for node in roots:
-        nbytes = (
-            node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0
-        )  # a literal belongs to the function
+        # a literal belongs to the function
+        nbytes = node.meta["val"].untyped_storage().nbytes() if node.op == "call_function" else 0
         found.append(Output(places.get(node), numbers[node], nbytes))
     return found
 
@@ -52,9 +51,8 @@ def storage_of(node: fx.Node) -> fx.Node:
     argument."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if not (
-            is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))
-        ):  # a result of `unbind` or `split`
+        if not (is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))):
+            # a result of `unbind` or `split`
             return node
         node = source
     return node

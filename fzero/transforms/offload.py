@@ -242,9 +242,8 @@ def tiers_of(
     by_role: dict[str, dict[int, str]] = {"params": {}, "opt_state": {}, "gradients": {}}
     for record in records:
         for role in (role for role in record.of if role in by_role):
-            held = [
-                i for i in distinct if role == "params" or params[i].dtype.is_floating_point
-            ]  # an integer has no optimizer state, and no gradient
+            # an integer has no optimizer state, and no gradient
+            held = [i for i in distinct if role == "params" or params[i].dtype.is_floating_point]
             held = [i for i in held if i not in by_role[role] and params[i].role != "mutable"]
             by_role[role].update(dict.fromkeys(_share(record, params, held), TIERS[record.tier]))
     out = []

@@ -39,6 +39,7 @@ _WRITES = {
     aten.topk,
 }
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
+# read nothing
 _FILLS = {
     aten.new_zeros,
     aten.new_ones,
@@ -48,7 +49,7 @@ _FILLS = {
     aten.ones_like,
     aten.full_like,
     aten.empty_like,
-}  # read nothing
+}
 # what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in
 # float32, and then it is not
 _HEAVY = {

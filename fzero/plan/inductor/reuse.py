@@ -93,13 +93,11 @@ def _predecessors(
     """For each buffer that lies where another lay, which one."""
     held = _estimate(found, order, lived)
     highest = max(held, default=0)
-    aligned = {
-        b for k in found.kernels for b in k.writes if b not in k.allocated
-    }  # the compiler does not trust what others allocate
+    # the compiler does not trust what others allocate
+    aligned = {b for k in found.kernels for b in k.writes if b not in k.allocated}
     before: dict[fx.Node, fx.Node] = {}
-    free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(
-        list
-    )  # by size and dtype: buffers let go of, and after which step
+    # by size and dtype: buffers let go of, and after which step
+    free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(list)
     waiting: list[fx.Node] = []  # let go of when this call is over
     dying: dict[int, list[fx.Node]] = defaultdict(list)
     for buffer, (_, last) in lived.items():

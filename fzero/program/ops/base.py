@@ -58,7 +58,7 @@ class Running(Protocol):
     tiers: Any
     batch_axes: tuple[str, ...]
 
-    def part_of(self, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]: ...
+    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]: ...
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
     ) -> Sequence[torch.Tensor]: ...
@@ -68,6 +68,7 @@ class Told(Protocol):
     """What the interpreter has, line by line (fzero/testing/interpret.py)."""
 
     mesh: Mesh
+    program: Program
     values: dict[str, torch.Tensor]
     started: dict[str, tuple[Line, list[torch.Tensor]]]
 
@@ -75,7 +76,7 @@ class Told(Protocol):
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None: ...
     def part_index(self, count: int, micro: int) -> int: ...
     def valid_range(self, line: Line) -> tuple[int, int]: ...
-    def cut(self, whole: torch.Tensor, axes: Sequence[str]) -> torch.Tensor: ...
+    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
 
@@ -286,8 +287,10 @@ def join_text(line: Line) -> list[str]:
     return [] if line.attrs["op"] == "sum" else [f"op={line.attrs['op']!r}"]
 
 
-def first_axis(line: Line) -> str:
-    return line.attrs["axes"][0] if line.attrs.get("axes") else ""
+def over(line: Line) -> str:
+    """The axis that a line is over, as its argument; several as a tuple."""
+    axes = tuple(line.attrs["axes"])
+    return f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
 
 
 def micro_of(line: Line, turn: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import MOVING, WHOLE, Line, Place, Placement, Program, Value, local_bytes
-from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Start, Text, Told, first_axis, into
+from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
 
 DISK = "disk"
@@ -26,7 +26,8 @@ def _starts(line: Line, rules: Rules) -> None:
 
 
 class Collective(Start):
-    """Over mesh axes. Bytes are those of ring algorithms."""
+    """Over a mesh axis: what is to go over several goes over one after the other. Bytes are those of ring
+    algorithms."""
 
     needs = {"axes": tuple}
     may = MICRO
@@ -35,7 +36,7 @@ class Collective(Start):
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
-        if not args or not line.attrs["axes"]:
+        if not args or len(line.attrs["axes"]) != 1:
             rules.bad(line, f"moves {len(args)} values over {len(line.attrs['axes'])} axes")
         if "op" in line.attrs and line.attrs["op"] not in REDUCTIONS:
             rules.bad(line, f"reduces by {line.attrs['op']!r}")
@@ -51,14 +52,17 @@ class Collective(Start):
         return f"reduce:{','.join(line.attrs['axes'])}"
 
     def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        n = mesh.axis_size(line.attrs["axes"])
-        return sum(values[a].nbytes for a in line.args) * (n - 1) // n
+        """Of what the ranks along the axis have together: the whole, or where that is cut over other axes a part of
+        it."""
+        n, axis = mesh.axis_size(line.attrs["axes"]), {*line.attrs["axes"]}
+        others = (mesh.axis_size(tuple(a for a in values[x].placement.axes if a not in axis)) for x in line.args)
+        return sum(values[a].nbytes // size for a, size in zip(line.args, others, strict=True)) * (n - 1) // n
 
     def text(self, line: Line, program: Program) -> Text:
         how = [f"op={line.attrs['op']!r}"] if "op" in line.attrs else []
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        arguments = ", ".join([f"[{', '.join(line.args)}]", f"axis={first_axis(line)!r}", *how, *into(line, program)])
-        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {first_axis(line)}")
+        arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
+        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs['axes'])}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
@@ -77,14 +81,15 @@ class Collective(Start):
 
 
 class AllGather(Collective):
-    """Shards to whole values."""
+    """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over
+    these."""
 
     name = "all_gather_start"
     pool = "gather"
     hoisted = "ahead"
 
     def takes(self, line: Line, placement: Placement) -> bool:
-        return placement.kind == "shard" and placement.axes == line.attrs["axes"] and not placement.partial
+        return placement.kind == "shard" and placement.axes[-1:] == line.attrs["axes"] and not placement.partial
 
     def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
@@ -93,20 +98,24 @@ class AllGather(Collective):
         return f"gather:{','.join(line.attrs['axes'])}"
 
     def arrives(self, line: Line, placement: Placement) -> Placement:
-        return WHOLE
+        left = placement.axes[:-1]
+        return Placement("shard", left, grid=placement.grid or placement.axes) if left else WHOLE
 
     def handed_out(
         self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs["axes"]
-        return [told.gather(x.contiguous(), axis)[: v.numel].view(v.shape) for x, v in zip(moved, out, strict=True)]
+        gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
+        return [x if v.placement.kind == "shard" else x[: v.numel].view(v.shape) for x, v in gathered]
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum."""
+    """Summands to this rank's shard of their sum. Those that are shards are cut further. `grid`: the axes that a whole
+    is padded for, if they are more."""
 
     name = "reduce_scatter_start"
     needs = {"axes": tuple, "op": str}
+    may = {**MICRO, "grid": tuple}
     pool = "scatter"
     reads_until_wait = False
 
@@ -115,12 +124,16 @@ class ReduceScatter(Collective):
 
     def arrives(self, line: Line, placement: Placement) -> Placement:
         axes = tuple(line.attrs["axes"])
-        return Placement("shard", axes, by=placement.by).left(a for a in placement.partial if a not in axes)
+        return placement.cut(axes, line.attrs.get("grid", ())).left(a for a in placement.partial if a not in axes)
 
     def handed_out(
         self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        return [told.cut(x, line.attrs["axes"]) for x in super().handed_out(line, moved, out, told)]
+        sources = (told.program.values_by_name[a] for a in line.args)
+        return [
+            told.cut(x, source, v)
+            for x, source, v in zip(super().handed_out(line, moved, out, told), sources, out, strict=True)
+        ]
 
 
 class AllReduce(Collective):

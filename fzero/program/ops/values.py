@@ -23,10 +23,10 @@ from fzero.program.ops.base import (
     Told,
     called,
     dtype_name,
-    first_axis,
     into,
     micro_of,
     micro_text,
+    over,
 )
 from fzero.trace.subgraph import ancestors
 
@@ -237,7 +237,8 @@ class Zeros(Op):
 
 
 class TakeShard(Op):
-    """This rank's flat shard of a whole value: a view, or a padded copy on a rank whose part is not full."""
+    """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard
+    its part over further axes."""
 
     name = "take_shard"
     args = 1
@@ -247,24 +248,30 @@ class TakeShard(Op):
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
         rules.aliases[line.out[0].name] = rules.root(line.args[0])
-        shard = replace(args[0], name=line.out[0].name, placement=Placement("shard", line.attrs["axes"]))
-        if args[0].placement.kind != "whole" or line.out[0] != shard:
+        here = args[0].placement
+        shard = replace(args[0], name=line.out[0].name, placement=here.cut(line.attrs["axes"]))
+        if here.kind not in ("whole", "shard") or here.partial or line.out[0] != shard:
             rules.bad(line, f"takes a shard of {args[0]}, which is {line.out[0]}")
 
     def shares(self, line: Line) -> Iterable[tuple[str, str]]:
         return [(line.out[0].name, line.args[0])]
 
     def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes
+        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == local_bytes(
+            values[line.args[0]], mesh
+        )
 
     def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
 
     def text(self, line: Line, program: Program) -> Text:
-        return Text(f"take_shard({line.args[0]}, axis={first_axis(line)!r})")
+        shard = ["of_shard=True"] if program.values_by_name[line.args[0]].placement.kind == "shard" else []
+        return Text(f"take_shard({', '.join([line.args[0], over(line), *shard])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def take_shard(whole: torch.Tensor, axis: str) -> torch.Tensor:
+        def take_shard(whole: torch.Tensor, axis: str | tuple[str, ...], of_shard: bool = False) -> torch.Tensor:
+            if of_shard:
+                return whole.chunk(on.mesh.axis_size(axis))[on.mesh.index(axis)]
             start, num, size = on.part_of(tuple(whole.shape), axis)
             part = whole.reshape(-1).narrow(0, start, num)
             return part if num == size else torch.nn.functional.pad(part, (0, size - num))
@@ -272,7 +279,7 @@ class TakeShard(Op):
         return take_shard
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [told.cut(args[0], line.attrs["axes"])]
+        return [told.cut(args[0], told.program.values_by_name[line.args[0]], line.out[0])]
 
     def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
         of.same(line.out[0].name, line.args[0])
@@ -360,7 +367,7 @@ class NumValid(Number):
     needs = {"shape": tuple, "axes": tuple}
 
     def text(self, line: Line, program: Program) -> Text:
-        return Text(f"num_valid({list(line.attrs['shape'])}, axis={first_axis(line)!r})")
+        return Text(f"num_valid({list(line.attrs['shape'])}, {over(line)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda shape, axis: torch.full(
@@ -379,13 +386,15 @@ class DrawStart(Number):
     needs = {"base": int, "shape": tuple, "axes": tuple}
 
     def text(self, line: Line, program: Program) -> Text:
-        axis, base = first_axis(line), line.attrs["base"]
+        base = line.attrs["base"]
         return Text(
-            f"draw_start({base}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({base})"
+            f"draw_start({base}, {list(line.attrs['shape'])}, {over(line)})"
+            if line.attrs["axes"]
+            else f"draw_start({base})"
         )
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def draw_start(base: int, shape: Sequence[int] = (), axis: str = "") -> torch.Tensor:
+        def draw_start(base: int, shape: Sequence[int] = (), axis: str | tuple[str, ...] = "") -> torch.Tensor:
             return torch.full(
                 (), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device
             )
