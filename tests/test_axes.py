@@ -141,7 +141,7 @@ def moved(program: Any) -> dict[str, int]:
     found: Counter[str] = Counter()
     for line, times in program.walk():
         if line.op.endswith("_start") and line.op != "all_reduce_start":
-            (axis,) = line.attrs["axes"]
+            (axis,) = line.axes
             found[f"{line.op.removesuffix('_start')}:{axis}"] += times * transfer_bytes(
                 line, program.values_by_name, program.mesh
             )
@@ -235,7 +235,7 @@ def test_a_plan_prices_each_axis_on_its_link():
         if line.op == "all_gather_start":
             sent, within = (
                 transfer_bytes(line, found.program.values_by_name, found.program.mesh),
-                line.attrs["axes"] == ("data",),
+                line.axes == ("data",),
             )
             link = device.links["intra" if within else "inter"]
             assert seconds(line, found.program, device) == pytest.approx(

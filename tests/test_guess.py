@@ -301,7 +301,7 @@ def mutated(program: Any, what: str) -> Any:
             gone = next(line for line in redo.body if line.op == "disk_write_start")
             body = [x for x in redo.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)]
         case "what is not on disk is not put back":
-            body = [x for x in redo.body if not x.attrs.get("restores")]
+            body = [x for x in redo.body if not (x.op == "assign" and x.attrs.restores)]
         case "nothing is done again":
             return replace(program, lines=(*program.lines[:at], *program.lines[at + 1 :]))
         case "a write is still under way":

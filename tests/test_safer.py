@@ -107,7 +107,7 @@ def casts(program: Any) -> set[str]:
     return {
         line.args[0]
         for line, _ in program.walk()
-        if line.op == "cast" and line.args[0].startswith("params") and line.attrs["dtype"] != torch.float32
+        if line.op == "cast" and line.args[0].startswith("params") and line.attrs.dtype != torch.float32
     }
 
 
@@ -233,7 +233,7 @@ def test_bfloat16_moves_to_float32_and_what_rests_stays():
         state.extras["precision"].overflows[2] = LIMIT
         state, _ = train(state, batch_of())
         dtypes = {
-            line.args[0]: line.attrs["dtype"]
+            line.args[0]: line.attrs.dtype
             for line, _ in train.program.walk()
             if line.op == "cast" and line.args[0] in ALL
         }

@@ -186,7 +186,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         for line, _ in calls
     )
     time = {
-        back: sum(n * seconds(x, program, device, backend) for x, n in calls if bool(x.attrs.get("backward")) == back)
+        back: sum(n * seconds(x, program, device, backend) for x, n in calls if x.is_backward == back)
         for back in (False, True)
     }
     return Sizes(
@@ -197,7 +197,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         grads=sum(local_bytes(values[g], program.mesh) for g in waiting_on_host(program, frozenset(), "host")),
         activations=sum(values[a].nbytes for a in saved_activations(program)),
         inside=max(inside, default=0),
-        turns=max((line.attrs["count"] for line in program.lines if line.op == "loop"), default=1),
+        turns=max((line.count for line in program.lines if line.op == "loop"), default=1),
         waits=waits_for_all(program),
         forward_seconds=time[False],
         backward_seconds=time[True],

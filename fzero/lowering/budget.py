@@ -399,11 +399,11 @@ def waiting(program: Program) -> str | None:
     """Why gradients pile up until the backward is over, if they do."""
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
-    backward = [i for i, line in enumerate(program.lines) if line.attrs.get("backward")]
+    backward = [i for i, line in enumerate(program.lines) if line.is_backward]
     updates = [
         i
         for i, line in enumerate(program.lines)
-        if line.by == "optimizer" and line.writes and line.fn and not line.attrs.get("guess")
+        if line.by == "optimizer" and line.writes and line.fn and not line.guess
     ]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None

@@ -18,6 +18,7 @@ from fzero.optim.loss_scale import LossScaleState
 from fzero.precision.counters import PrecisionState, counted
 from fzero.precision.delayed import Fp8State, Slot, advanced
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
+from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.names import Names
 from fzero.trace.record import record
@@ -171,12 +172,12 @@ def record_update(
         "update",
         tuple(n for n, _, _ in places),
         tuple(metric_values),
-        attrs={
-            "graph": recorded,
-            "sums": tuple(v.name for v in sums),
-            "maxima": tuple(v.name for v in maxima.values()),
-            "grads": {params.leaves[i].path: grads[i].name for i in grads},
-        },
+        attrs=UpdateAttrs(
+            graph=recorded,
+            sums=tuple(v.name for v in sums),
+            maxima=tuple(v.name for v in maxima.values()),
+            grads={params.leaves[i].path: grads[i].name for i in grads},
+        ),
         writes=tuple(target for target, _ in written),
     )
     return line, info["structure"]

@@ -132,7 +132,8 @@ class Variants:
         made = {passed.name: program for passed, program in self._opened(choice)}
         whole, cut = made["shard"], self.cut(choice)
         if id(cut.lines) not in self._waiting:
-            names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
+            assert whole.update is not None
+            names = whole.update.attrs.grads
             waiting = tiers.gradients_that_wait(cut)
             self._waiting[id(cut.lines)] = {
                 names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting

@@ -93,7 +93,7 @@ class Following:
 
     def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[Place]:
         for line in lines:
-            for inner in range(line.attrs["count"] if line.op == "loop" else 0):
+            for inner in range(line.count if line.op == "loop" else 0):
                 yield from self._visit(line.body, number + 1, inner)
             if line.op != "loop" and (self._guessing() or not is_skipped(line)):
                 yield line, number, turn

@@ -167,7 +167,7 @@ class Limits:
         for line, times in program.walk():
             if (link := channel(line)) is not None:
                 moved[link] = moved.get(link, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
-                self._links[line.op, line.attrs["axes"][0] if "axes" in line.attrs else None] = link
+                self._links[line.op, line.axes[0] if line.axes else None] = link
         self._moved = dict(sorted(moved.items()))
         self._run = _Run(None)
         self._running: deque[_Run] = deque()  # that ended for the host

@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from fzero.layout import TIERS, Cut
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
+from fzero.program.attrs import Attrs, CastAttrs, DrawAttrs, Over, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
@@ -47,13 +48,14 @@ class _Cutter:
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
-        update = next(line for line in program.lines if line.op == "update")
+        update = program.update
+        assert update is not None
         self.line = update
-        source: Recorded = update.attrs["graph"]
+        source: Recorded = update.attrs.graph
         places = source.inputs
         named = {
-            **update.attrs.get("leaf", {}),
-            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()},
+            **update.attrs.leaf,
+            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()},
         }
 
         def cut_as(name: str) -> Cut | None:
@@ -70,7 +72,7 @@ class _Cutter:
         self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
-        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
+        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
         self._copy_moved()
@@ -124,8 +126,8 @@ class _Cutter:
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
-        grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
-        aliases = self.line.attrs.get("leaf", {})
+        grads = {g: leaf for leaf, g in self.line.attrs.grads.items()}
+        aliases = self.line.attrs.leaf
         for place in self.places:
             name = self.name[place]
             leaf = aliases.get(name, grads.get(name, name))
@@ -210,7 +212,11 @@ class _Cutter:
                 if node.target is num_valid:
                     shape, axes = node.args
                     self._line(
-                        "num_valid", (), node, attrs={"shape": shape, "axes": axes}, placement=Placement("local", axes)
+                        "num_valid",
+                        (),
+                        node,
+                        ShardOfAttrs(shape=shape, axes=axes),  # type: ignore[arg-type]
+                        Placement("local", axes),  # type: ignore[arg-type]
                     )
                 elif node.target is draw_start:
                     base, shape, axes = node.args
@@ -218,7 +224,7 @@ class _Cutter:
                         "draw_start",
                         (),
                         node,
-                        {"base": base, "shape": shape, "axes": axes},
+                        DrawAttrs(base=base, shape=shape, axes=axes),  # type: ignore[arg-type]
                         Placement("local", axes) if axes else WHOLE,
                     )
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
@@ -249,7 +255,9 @@ class _Cutter:
         for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
             if self.name[node] == value.name:
                 continue
-            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}, by="optimizer"))
+            self.lines.append(
+                Line("cast", (self.name[node],), (value,), attrs=CastAttrs(dtype=value.dtype), by="optimizer")
+            )
 
     def _scalar_name(self, node: fx.Node) -> str:
         """A metric's own name, or the next number."""
@@ -309,14 +317,14 @@ class _Cutter:
             self._function("whole", [source], (), stop - {source})
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
         shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, {"axes": axes}, Placement("shard", axes), shape)
+        self._line("take_shard", (self.name[source],), node, Over(axes=axes), Placement("shard", axes), shape)
 
     def _line(
         self,
         op: str,
         args: tuple[str, ...],
         node: fx.Node,
-        attrs: dict[str, object],
+        attrs: Attrs,
         placement: Placement = WHOLE,
         shape: tuple[int, ...] | None = None,
     ) -> None:
@@ -344,7 +352,13 @@ class _Cutter:
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.lines.append(
-                    Line("all_reduce_start", args, (handle,), attrs={"axes": (left[0],), "op": op}, by="optimizer")
+                    Line(
+                        "all_reduce_start",
+                        args,
+                        (handle,),
+                        attrs=ReduceAttrs(axes=(left[0],), reduction=op),
+                        by="optimizer",
+                    )
                 )
                 out = []
                 for node in here:

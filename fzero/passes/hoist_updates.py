@@ -23,7 +23,7 @@ def hoist_updates(program: Program) -> Program:
     if optimizer is None:
         return program
     first = next(
-        (i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or "joint" in program.lines[i].attrs),
+        (i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or program.lines[i].block is not None),
         optimizer,
     )
     after = _Dependencies(program)
@@ -48,8 +48,8 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
     out, found = [len(lines) - 1] * len(lines), len(lines) - 1
     for i in reversed(range(len(lines))):
         out[i] = found
-        micro, count = lines[i].attrs.get("micro", (0, 1))
-        if lines[i].attrs.get("backward") and micro == count - 1:
+        micro, count = lines[i].micro or (0, 1)
+        if lines[i].is_backward and micro == count - 1:
             found = i
             while found + 1 < len(lines) and lines[found + 1].op in ("cast", "add", *COLLECTIVES):
                 found += 1

@@ -201,7 +201,7 @@ def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Seq
 
 
 def _is_block(line: Line) -> bool:
-    return "joint" in line.attrs
+    return line.block is not None
 
 
 def _is_update(line: Line) -> bool:
@@ -350,7 +350,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         counted = (
             reduced
             if block
-            else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving)
+            else (reduced - leaving - stores if line.on_host else reduced - leaving)
             if _is_update(line)
             else ()
         )

@@ -20,6 +20,7 @@ from dataclasses import replace
 from fzero import layout
 from fzero.passes.out_variants import with_functions
 from fzero.passes.regions import ALIGNMENT, Region, Slot, assign
+from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
@@ -45,7 +46,7 @@ class _Placer:
         )
         self.values = program.values_by_name
         self.scattered = {
-            a: line.attrs.get("grid", line.attrs["axes"]) for line in self._with("scatter").values() for a in line.args
+            a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
         }
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
@@ -98,7 +99,7 @@ class _Placer:
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
         if number in self.uses.together.values():
-            line = replace(line, attrs={**line.attrs, "together": True})
+            line = line.saying(together=True)
         if slots is None:
             return line
         size = self.mesh.axis_size
@@ -159,7 +160,7 @@ class _Placer:
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
-        region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
+        region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         slots = [
             region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
@@ -181,11 +182,11 @@ class _Placer:
         self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
 
     def _scatter(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
         wholes = [
-            self._source(source, a, number, self._padded(self.values[a], line.attrs.get("grid", axes)))
+            self._source(source, a, number, self._padded(self.values[a], line.says(ScatterAttrs).grid or axes))
             for a in line.args
         ]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
@@ -198,7 +199,7 @@ class _Placer:
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _reduce(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         source = self._region()
         packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL

@@ -22,6 +22,16 @@ import torch
 
 from fzero.layout import Leaf
 from fzero.precision.fp8_gather import on_shards
+from fzero.program.attrs import (
+    AddAttrs,
+    CallAttrs,
+    GatherAttrs,
+    JoinAttrs,
+    Over,
+    ReduceAttrs,
+    ScatterAttrs,
+    UpdateAttrs,
+)
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
@@ -50,7 +60,7 @@ class _Rewrite:
         # blocks whose parameters are gathered once a step over a slow axis
         self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
+        kept = {line.fn for line, _ in program.walk() if line.scales != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         # a sharded parameter, or its cast -> the leaf and the cast
@@ -62,17 +72,19 @@ class _Rewrite:
         self.by = max((r for r in zero.records), key=lambda r: r.stage).name
         self.local = Placement("local", zero.batch_axes)
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
-        update = next((x for x in program.lines if x.op == "update"), None)
+        update = program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads: dict[str, str] = (
-            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs.grads.items()}
         )
         self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
-        self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
-        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
-        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs["maxima"]]
+        self.of_maxima = {
+            a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
+        }
+        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
+        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
 
     def run(self) -> Program:
         inputs = []
@@ -94,13 +106,13 @@ class _Rewrite:
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.attrs.get("scales") == "shards"]
+        scales = [line for line in lines if line.scales == "shards"]
         for line in lines:
             if (
                 line.op == "cast"
                 and line.args[0] in self.leaf_of
                 and line.out[0].name not in self.sums
-                and "micro" not in line.attrs
+                and line.micro is None
             ):
                 # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
@@ -112,10 +124,10 @@ class _Rewrite:
                 out += self._after_loop()
             elif line.op == "update":
                 out += self._update(line)
-            elif line.attrs.get("scales") == "shards":
+            elif line.scales == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get("of_sums"):
+                if isinstance(line.attrs, CallAttrs) and line.attrs.of_sums:
                     # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
@@ -231,7 +243,7 @@ class _Rewrite:
                 "all_gather_start",
                 tuple(now[key].name for key in here),
                 (handle,),
-                attrs={"axes": first[-1:]},
+                attrs=GatherAttrs(axes=first[-1:]),
                 by=self.by,
             )
             for key in here:
@@ -261,8 +273,8 @@ class _Rewrite:
             placement = Placement(partial=self.zero.batch_axes, by=by) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
-        attrs = {**line.attrs, "axes": self.zero.batch_axes} if line.op == "part_index" else line.attrs
-        return replace(line, out=tuple(out), attrs=attrs)
+        line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
+        return replace(line, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
         """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
@@ -287,7 +299,7 @@ class _Rewrite:
             "accumulate",
             (name,),
             (replace(self.values[total], placement=self.placement[name]),),
-            attrs={"op": op},
+            attrs=JoinAttrs(reduction=op),
             by="accumulate",
         )
 
@@ -329,12 +341,12 @@ class _Rewrite:
             first, axis, grid = min(hop.values(), key=lambda h: len(h[0]))
             here = [n for n in left if hop[n] == (first, axis, grid)]
             handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
-            padded = {"grid": grid} if not first and grid != axis else {}  # of a shard its placement says it
+            padded = () if first or grid == axis else grid  # of a shard its placement says it
             start = Line(
                 "reduce_scatter_start",
                 tuple(now[n] for n in here),
                 (handle,),
-                attrs={"axes": axis, "op": "sum", **padded},
+                attrs=ScatterAttrs(axes=axis, reduction="sum", grid=padded),
                 by=self.by,
             )
             for n in here:
@@ -358,7 +370,11 @@ class _Rewrite:
                 continue
             handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
             start = Line(
-                "all_reduce_start", tuple(now[n] for n in here), (handle,), attrs={"axes": (axis,), "op": op}, by=by
+                "all_reduce_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs=ReduceAttrs(axes=(axis,), reduction=op),
+                by=by,
             )
             for n in here:
                 placement = arrives(start, self.placement[now[n]])
@@ -385,15 +401,16 @@ class _Rewrite:
                 value = Value(
                     self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
                 )
-                before.append(Line("take_shard", (path,), (value,), attrs={"axes": more}, by=self.by))
+                before.append(Line("take_shard", (path,), (value,), attrs=Over(axes=more), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
                 if path in line.writes:
                     groups[self._owner(path)][path] = value
-        grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
-        totals = {kind: tuple(self.renamed.get(name, name) for name in line.attrs[kind]) for kind in ("sums", "maxima")}
-        attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
-        out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
+        said = line.says(UpdateAttrs)
+        grads = {leaf: self.renamed.get(g, g) for leaf, g in said.grads.items()}
+        sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
+        update = line.rename(rename).saying(grads=grads, sums=sums, maxima=maxima, leaf=aliases)
+        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
             values, lines = self._hops(
                 paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"

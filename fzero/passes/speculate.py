@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fzero.program.attrs import TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
 from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to, is_guess
@@ -130,10 +131,14 @@ class _Guess:
             return known[name]
 
         chosen = {id(line) for line in self.updates}
-        first = [replace(x, args=tuple(map(guessed, x.args)), attrs={**x.attrs, "guess": True}) for x in self.updates]
+        first = [replace(x, args=tuple(map(guessed, x.args))).saying(guess=True) for x in self.updates]
         scalars = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
         redo = Line(
-            "redo", (*scalars, *map(guessed, scalars)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer"
+            "redo",
+            (*scalars, *map(guessed, scalars)),
+            attrs=TurnsAttrs(count=0),
+            body=tuple(self.updates),
+            by="optimizer",
         )
         at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs, CopyAttrs
 from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
 from fzero.program.names import Names, identifier
 from fzero.program.ops import is_guess
@@ -132,10 +133,10 @@ def saved_activations(program: Program) -> set[str]:
     if record is None:
         return set()
     lines = [line for line, _ in program.walk()]
-    late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+    late = {a for line in lines if line.is_backward for a in line.args}
     found = []
     for line in lines:
-        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:
+        if line.op == "call" and line.is_forward:
             # not the last block, whose backward follows at once
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
@@ -178,8 +179,8 @@ def blocks_updated_on_host(program: Program) -> tuple[int, int]:
     """How many blocks whose state rests off the device are updated on the host, of how many."""
     updates = _updates(program)
     brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
-    on_host = sum(line.attrs.get("on") == "host" for line in updates)
-    return on_host, on_host + sum("on" not in line.attrs and not brought.isdisjoint(line.writes) for line in updates)
+    on_host = sum(line.on_host for line in updates)
+    return on_host, on_host + sum(not line.on_host and not brought.isdisjoint(line.writes) for line in updates)
 
 
 class _Rewrite:
@@ -245,7 +246,7 @@ class _Rewrite:
             line.op == "cast"
             and source in self.program.leaves
             and self._tier(source) != "device"
-            and "micro" not in line.attrs
+            and line.micro is None
         ):
             return self._cast(line)
         if line.op == "take_shard":
@@ -263,16 +264,13 @@ class _Rewrite:
             }
             before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
-            guessed = [
-                replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x
-                for x in lines
-            ]
+            guessed = [x.saying(guess=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
             return [*before, *(guessed if is_guess(line) else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
         lines, sums = self._on("device", line), list[Line]()
-        if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
+        if (line.is_backward or line.by == "fuse") and not repeats(line):
             # there an update comes a block later (passes/hoist_updates.py)
             num = 1 if self.program.mesh.unified_memory else 2
             self.recent = [*self.recent, self._read_by(lines)][-num:]
@@ -322,11 +320,9 @@ class _Rewrite:
         written = tuple(names[w] for w in line.writes)
         out = tuple(replace(v, tier=tier) for v in line.out)
         self.values.update((v.name, v) for v in out)
-        attrs = {**line.attrs, "on": "host"} if tier == "host" and line.op == "call" else line.attrs
-        fn = self._for_host(line.fn) if "on" in attrs else line.fn
-        lines.append(
-            replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn)
-        )
+        line = line.saying(on="host") if tier == "host" and line.op == "call" else line
+        fn = self._for_host(line.fn) if line.op == "call" and line.on_host else line.fn
+        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, fn=fn))
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
@@ -344,7 +340,7 @@ class _Rewrite:
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
+        late, stored = line.is_backward or self._is_late(line), self._stored(line)
         absent = [
             a
             for a in dict.fromkeys(line.args)
@@ -399,7 +395,17 @@ class _Rewrite:
         if not names:
             return {}
         out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
-        lines.append(self._made(Line("buffer", (), out, attrs={"leaves": tuple(names), "on": tier}, by="offload")))
+        lines.append(
+            self._made(
+                Line(
+                    "buffer",
+                    (),
+                    out,
+                    attrs=BufferAttrs(leaves=tuple(names), on="host" if tier == "host" else "device"),
+                    by="offload",
+                )
+            )
+        )
         return dict(zip(names, (v.name for v in out), strict=True))
 
     def _role(self, name: str) -> str:
@@ -419,7 +425,7 @@ class _Rewrite:
             for n, c in zip(names, called, strict=True)
         ]
         handle = self._handle(how)
-        attrs = {"memory": "device"} if how == "disk_read" and tier == "device" else {}
+        attrs = CopyAttrs(memory="device" if how == "disk_read" and tier == "device" else "host")
         lines = [
             Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"),
             Line("wait", (handle.name,), tuple(out), by="offload"),
@@ -451,7 +457,7 @@ class _Rewrite:
                 handle = self._handle(how)
                 args, attrs = (
                     (*targets, *(written[t] for t in targets)),
-                    {"memory": "device"} if to == "disk" and direct else {},
+                    CopyAttrs(memory="device" if to == "disk" and direct else "host"),
                 )
                 lines.append(
                     self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload"))
@@ -515,7 +521,7 @@ class _Rewrite:
                 value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
                 lines.append(
                     self._made(
-                        Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")
+                        Line("cast", (leaf,), (value,), attrs=CastAttrs(dtype=value.dtype, guess=True), by="optimizer")
                     )
                 )
                 self.kept[leaf] = value.name
@@ -525,7 +531,7 @@ class _Rewrite:
         """Those copies put back, for a redo."""
         kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
         by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
-        attrs = {"restores": True, "guess": True}
+        attrs = AssignAttrs(restores=True, guess=True)
         return [
             Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer")
             for ws in by_tier.values()

@@ -27,6 +27,7 @@ from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import kernels
 from fzero.plan.inductor.nodes import PRODUCTS, packet
 from fzero.plan.inductor.temporaries import temporaries
+from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.block import Joint
@@ -196,10 +197,10 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     if isinstance(row, Copy):
         nbytes = transfer_bytes(line, program.values_by_name, mesh)
         return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
-    size = mesh.axis_size(line.attrs["axes"])
+    size = mesh.axis_size(line.axes)
     if size == 1:
         return 0.0
-    per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
+    per_host = ranks_per_host(mesh, line.axes, device.devices_per_host)
     num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
     if row.tree:  # what is small goes up and down a tree
@@ -274,8 +275,8 @@ def model_flops(program: Program) -> float:
     for line, times in program.walk():
         if not line.fn:
             continue
-        if "call" in line.attrs:
-            total += times * _joint_flops(line.attrs["joint"], line.attrs["backward"], tuple(line.attrs["grads"]))
+        if (block := line.block) is not None and block.part != "both":
+            total += times * _joint_flops(block)
         else:
             total += times * _counted(program.functions[line.fn].graph.graph.nodes)
     return total
@@ -284,7 +285,8 @@ def model_flops(program: Program) -> float:
 _joint: weakref.WeakKeyDictionary[Joint, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
-def _joint_flops(joint: Joint, backward: bool, grads: tuple[int, ...]) -> float:
+def _joint_flops(block: BlockCall) -> float:
+    joint, backward, grads = block.joint, block.part == "backward", block.grads
     known = _joint.setdefault(joint, {})
     if (backward, grads) not in known:
         outputs = joint.graph.outputs

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fzero.layout import padded
 from fzero.passes.speculate import guessed_leaves
 from fzero.program.aliases import Aliases
+from fzero.program.attrs import BufferAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
 from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
@@ -148,7 +149,7 @@ class _Memory:
     def _sample(self, line: Line, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
         inside = self.temporaries[line.fn] if line.fn else OPS[line.op].inside(line, self.values, self.program.mesh)
-        now[line.attrs.get("on") == "host" and not self.program.mesh.unified_memory]["temporaries"] += inside
+        now[line.on_host and not self.program.mesh.unified_memory]["temporaries"] += inside
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
         return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
@@ -250,7 +251,7 @@ def roles(program: Program) -> dict[str, str]:
         for name, role in known.items()
     }
     leaves = set(known)
-    backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
+    backward = next((i for i, line in enumerate(lines) if line.is_backward), len(lines))
     # what updates read of the backward, and what that was made of
     gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
@@ -302,8 +303,8 @@ def _copies(program: Program) -> dict[str, str]:
         elif OPS[line.op].waits and line.args[0] in started:
             start = started[line.args[0]]
             out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
-        elif "leaves" in line.attrs:  # a buffer for them
-            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
+        elif isinstance(line.attrs, BufferAttrs):
+            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs.leaves, strict=True))
         elif line.op == "cast" and line.args[0] in out:  # on the way
             out[line.out[0].name] = out[line.args[0]]
     return out

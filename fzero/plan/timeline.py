@@ -177,7 +177,7 @@ class _Simulation:
 
     def _loop(self, loop: Line, number: int) -> None:
         """Turns until one finds the links as the one before left them: from there on each takes as long as that one."""
-        count, found = loop.attrs["count"], self.found
+        count, found = loop.count, self.found
         after: dict[str, float] = {}
         for turn in range(count):
             begin, before, waits = self.clock, after, dict(found.exposed)

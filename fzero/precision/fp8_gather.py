@@ -20,6 +20,7 @@ from fzero.operators.scaled_matmul import E4M3, amax, scale_of
 from fzero.precision import delayed
 from fzero.precision.delayed import Slot
 from fzero.precision.fp8 import InFp8, rewrite
+from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions, Inputs
 from fzero.program.names import Names, identifier
@@ -74,14 +75,21 @@ def in_8_bits(
                     "cast",
                     (leaf.path, values[-1].name),
                     (rounded,),
-                    attrs={"dtype": E4M3, "through": cast[i].dtype},
+                    attrs=CastAttrs(dtype=E4M3, through=cast[i].dtype),
                     by="fp8",
                 )
             )
         facts = tuple((params.leaves[i].shape, params.leaves[i].dtype, cast[i].dtype) for i in group)
         fn = functions.add("scales", _scales(facts, graph.inputs[0].meta["val"].device))
         calls.append(
-            Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": "shards"}, by="fp8")
+            Line(
+                "call",
+                tuple(params.leaves[i].path for i in group),
+                tuple(values),
+                fn,
+                CallAttrs(scales="shards"),
+                by="fp8",
+            )
         )
     replaced = {cast[i].name for group in groups.values() for i in group}
     position = {node: i for i, node in places.items()}
@@ -98,7 +106,12 @@ def in_8_bits(
         )
         calls.append(
             Line(
-                "call", (f"{FP8}.history",), values, functions.add("fp8_scales", made), {"scales": "history"}, by="fp8"
+                "call",
+                (f"{FP8}.history",),
+                values,
+                functions.add("fp8_scales", made),
+                CallAttrs(scales="history"),
+                by="fp8",
             )
         )
     lines = [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]

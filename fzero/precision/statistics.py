@@ -43,8 +43,8 @@ def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
     dotted = tree.names(params.rebuild({i: torch.empty(0, device="meta") for i in params.distinct}))
     names, reads = [], []
     for line in lines:
-        if "call" in line.attrs and not line.attrs["backward"]:
-            joint, given = line.attrs["joint"], line.attrs["inputs"]
+        if (block := line.block) is not None and block.part == "forward":
+            joint, given = block.joint, block.inputs
             here = tuple(position[p] for p in (source.get(a, a) for a in given[: joint.num_params]) if p in position)
             names.append(_above([dotted[i] for i in here]) or joint.name)
             reads.append(here)

@@ -19,7 +19,7 @@ optimizer before it is cut into functions. `loop` repeats a body once a micro-ba
 sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated themselves
 (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names
 are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says which a line
-overwrites. `redo` compares scalars with the guesses that lines with `guess` in their attributes were carried out on,
+overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out on,
 and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes
 a value of zeros.
 
@@ -37,7 +37,7 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
 computes where what it reads lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each
 make new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as
 `disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves what is in host
-memory, or, where the mesh says `gpu_direct`, also what is in the device's: `memory` of the line's attributes says so.
+memory, or, where the mesh says `gpu_direct`, also what is in the device's, as the line's `memory` says.
 Host values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`):
 there copies between the two hand out what they are given, and everything lies in one pool.
 """
@@ -48,13 +48,19 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import TypeVar
 
 from fzero.layout import Layout, Leaf, grid_of, shard_numel
 from fzero.mesh import AbstractMesh
+from fzero.program.attrs import Attrs, BlockCall, CallAttrs, Counted, Guessed, Over, Repeated, Side, UpdateAttrs
 from fzero.trace.record import Recorded
+
+A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
+K = TypeVar("K", bound=Attrs)
+_UNSAID: Any = None  # the attributes of a line's op, with nothing said
 
 
 @dataclass(frozen=True)
@@ -150,24 +156,86 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Line:
-    """`out = op(args)`; `by` names the transform that placed it, `into` where its results lie (see [Note: pool])."""
+class Line(Generic[A]):
+    """`out = op(args)`; `attrs` is what it says besides (fzero/program/attrs.py), `by` names the transform that placed
+    it, `into` where its results lie (see [Note: pool])."""
 
     op: str
     args: tuple[str, ...] = ()
     out: tuple[Value, ...] = ()
     fn: str = ""
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: A = _UNSAID
     writes: tuple[str, ...] = ()
     by: str = ""
     body: tuple[Line, ...] = ()
     into: tuple[Place | None, ...] = ()
 
-    def rename(self, names: Mapping[str, str]) -> Line:
-        attrs = self.attrs
-        if "inputs" in attrs:  # of a block, from which the arguments follow once it is settled what it keeps
-            attrs = {**attrs, "inputs": tuple(names.get(a, a) for a in attrs["inputs"])}
-        return replace(self, args=tuple(names.get(a, a) for a in self.args), attrs=attrs)
+    def __post_init__(self) -> None:
+        if self.attrs is _UNSAID:
+            from fzero.program.ops import unsaid
+
+            object.__setattr__(self, "attrs", unsaid(self.op))
+
+    @property
+    def block(self) -> BlockCall | None:
+        """The block's call that it is."""
+        return self.attrs.block if isinstance(self.attrs, CallAttrs) else None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a block's forward, alone."""
+        return self.block is not None and self.block.part == "forward"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a block's vjp, alone."""
+        return self.block is not None and self.block.part == "backward"
+
+    @property
+    def scales(self) -> str:
+        """What it makes scales of 8 bits of, if it does."""
+        return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it says that it computes on the host. A line that computes where its arguments lie says nothing."""
+        return isinstance(self.attrs, Side) and self.attrs.on == "host"
+
+    @property
+    def guess(self) -> bool:
+        """Whether it is carried out on a guess; if the step does not guess, in vain or not at all."""
+        return isinstance(self.attrs, Guessed) and self.attrs.guess
+
+    @property
+    def micro(self) -> tuple[int, int] | None:
+        """The micro-batch that it is for, and how many there are, where lines are repeated themselves."""
+        return self.attrs.micro if isinstance(self.attrs, Repeated) else None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is about."""
+        return self.attrs.axes if isinstance(self.attrs, Over) else ()
+
+    @property
+    def count(self) -> int:
+        """How many turns or parts it says there are."""
+        count = self.attrs.count if isinstance(self.attrs, Counted) else None
+        return 1 if count is None else count
+
+    def says(self, kind: type[K]) -> K:
+        """Its attributes, of which it is known what they are."""
+        assert isinstance(self.attrs, kind), f"{self.op} says {self.attrs}"
+        return self.attrs
+
+    def saying(self, **changes: Any) -> Line[A]:
+        """The line with other attributes."""
+        return replace(self, attrs=replace(self.attrs, **changes))
+
+    def rename(self, names: Mapping[str, str]) -> Line[A]:
+        new = replace(self, args=tuple(names.get(a, a) for a in self.args))
+        if self.block is None:
+            return new
+        return new.saying(block=replace(self.block, inputs=tuple(names.get(a, a) for a in self.block.inputs)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,10 +285,16 @@ class Program:
             for line in lines:
                 found.append((line, times))
                 if line.body:
-                    visit(line.body, times * line.attrs.get("count", 1))
+                    visit(line.body, times * line.count)
 
         visit(self.lines, 1)
         return found
+
+    @property
+    def update(self) -> Line[UpdateAttrs] | None:
+        """The line that is the whole optimizer, until it is cut into functions."""
+        found = (line for line in self.lines if isinstance(line.attrs, UpdateAttrs))
+        return next(found, None)  # type: ignore[return-value]
 
     def values(self) -> dict[str, Value]:
         """Every value by name."""
@@ -261,7 +335,7 @@ class Program:
 
 def repeats(line: Line) -> bool:
     """Whether a line is one before it again, for another micro-batch: it reads the same parameters."""
-    return line.attrs.get("micro", (0, 1))[0] > 0
+    return line.micro is not None and line.micro[0] > 0
 
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:

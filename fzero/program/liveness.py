@@ -51,7 +51,7 @@ class Uses:
                 self.made[value.name] = i
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
         self.starts = [
-            (i, self.waits[line.out[0].name], line.attrs["axes"])
+            (i, self.waits[line.out[0].name], line.axes)
             for i, (line, _) in enumerate(self.lines)
             if line.op in COLLECTIVES
         ]

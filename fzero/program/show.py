@@ -123,8 +123,9 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
     out: list[Printed] = []
     readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
     for line in lines:
-        for name in line.args if "micro" in line.attrs else ():
-            readers.setdefault(name, set()).add(line.attrs["micro"][0])
+        if line.micro is not None:
+            for name in line.args:
+                readers.setdefault(name, set()).add(line.micro[0])
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
         if line.body:
             totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
@@ -158,7 +159,7 @@ def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
     micro-batches let go at the same place."""
     read: tuple[str, ...] = ()
     for line in lines:
-        read = line.args if line.fn and "micro" in line.attrs else read
+        read = line.args if line.fn and line.micro is not None else read
         yield list(
             dict.fromkeys(
                 (*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))

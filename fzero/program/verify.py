@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero.errors import VerifyError, message
+from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
 from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, is_guess, misformed
 
@@ -75,7 +76,7 @@ class _Checker:
                     self.bad(line, f"{name} has been overwritten")
             self._check(line)
             if line.body:
-                outside, self.turns = dict(self.known), line.attrs.get("count", 1)
+                outside, self.turns = dict(self.known), line.count
                 self.lines(line.body, self.known)
                 self.turns = 1
                 inner, self.known = self.known, outside
@@ -88,7 +89,7 @@ class _Checker:
                 axes = {*value.placement.axes, *value.placement.partial}
                 # it is a violation already
                 self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
-            if line.attrs.get("restores"):
+            if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue
             self.guessed |= {w for w in line.writes if is_guess(line) and w in self.program.leaves}
@@ -178,7 +179,7 @@ class _Checker:
         args = [self.known[a] for a in line.args if a in self.known]
         if problems or len(args) != len(line.args):
             return
-        named = {a for v in line.out for a in (*v.placement.axes, *v.placement.partial)} | {*line.attrs.get("axes", ())}
+        named = {a for v in line.out for a in (*v.placement.axes, *v.placement.partial)} | {*line.axes}
         if unknown := sorted(named - {*self.program.mesh.axes}):
             self.bad(line, f"the mesh has no axis {', '.join(map(repr, unknown))}")
             return
@@ -191,7 +192,7 @@ class _Checker:
     def micro(self, line: Line) -> tuple[int, int]:
         """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there
         are."""
-        micro, count = line.attrs.get("micro", (-1, line.attrs.get("count", 1)))
+        micro, count = line.micro or (-1, line.count)
         if count != self.turns if micro < 0 else micro >= count:
             self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
         return micro, count

@@ -252,9 +252,8 @@ def setting_of(
 
 def _text(base: Program) -> str:
     """All that a base program computes."""
-    updates = [
-        f"{line.out}: {entry}" for line in base.lines if line.op == "update" for entry in signature(line.attrs["graph"])
-    ]
+    update = base.update
+    updates = [] if update is None else [f"{update.out}: {entry}" for entry in signature(update.attrs.graph)]
     return "\n".join([describe(base), *updates])
 
 

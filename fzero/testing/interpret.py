@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
+from fzero.program.attrs import ShardOfAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
 from fzero.trace.device import by_operation, on_device
@@ -52,9 +53,7 @@ class Interpreter:
 
     def valid_range(self, line: Line) -> tuple[int, int]:
         """Which elements of the flattened leaf that a line is about are this rank's."""
-        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(
-            self.mesh
-        )
+        return Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes)).valid_range(self.mesh)
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:

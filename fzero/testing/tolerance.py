@@ -141,7 +141,7 @@ def longest_chain(program: Program) -> int:
     for line, _ in program.walk():
         here = max((length.get(a, 0) for a in line.args), default=0) + inside.get(line.fn, 0)
         length.update((v.name, here) for v in line.out)
-    update = next((_chain(line.attrs["graph"].graph) for line in program.lines if line.op == "update"), 0)
+    update = 0 if program.update is None else _chain(program.update.attrs.graph.graph)
     return max(length.values(), default=0) + update
 
 
