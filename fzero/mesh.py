@@ -114,7 +114,13 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Mesh(AbstractMesh):
-    """A mesh this process is part of. Made by `make_mesh`."""
+    """A mesh this process is part of. Made by `make_mesh`.
+
+    Example:
+        >>> mesh = make_mesh(data=1)
+        >>> mesh.axes, mesh.rank, mesh.coordinate
+        ({'data': 1}, 0, {'data': 0})
+    """
 
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -474,7 +480,12 @@ def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -
 
 
 def close_mesh() -> None:
-    """Leaves the process group, if this process is in one. A script's last line."""
+    """Leaves the process group, if this process is in one. A script's last line.
+
+    Example:
+        >>> mesh = make_mesh()
+        >>> close_mesh()
+    """
     leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
