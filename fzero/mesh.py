@@ -97,7 +97,13 @@ class AbstractMesh:
 
 @dataclass(frozen=True, eq=False)
 class Mesh(AbstractMesh):
-    """A mesh this process is part of. Made by `make_mesh`."""
+    """A mesh this process is part of. Made by `make_mesh`.
+
+    Example:
+        >>> mesh = make_mesh(data=1)
+        >>> mesh.axes, mesh.rank, mesh.coordinate
+        ({'data': 1}, 0, {'data': 0})
+    """
 
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -481,7 +487,12 @@ def return_freed_memory() -> None:
 
 
 def close_mesh() -> None:
-    """Leaves the process group, if this process is in one. A script's last line."""
+    """Leaves the process group, if this process is in one. A script's last line.
+
+    Example:
+        >>> mesh = make_mesh()
+        >>> close_mesh()
+    """
     leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -39,7 +39,14 @@ it."""
 
 
 class State(NamedTuple):
-    """Everything a step carries over. A pytree."""
+    """Everything a step carries over. A pytree.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
+        >>> state.step, state.params
+        (tensor(0), {'w': tensor([1., 1.])})
+    """
 
     step: torch.Tensor  # int64[]: how many steps have been taken
     params: Any
@@ -58,7 +65,15 @@ def lasting(state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step. Made by `train_step`."""
+    """A training step. Made by `train_step`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+        >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> state.params["w"], metrics["loss"].item()
+        (tensor([0.5000, 0.5000]), 2.0)
+    """
 
     loss_fn: Callable[..., Any]
     optimizer: GradientTransformation
@@ -262,7 +277,13 @@ class Step:
 
 @dataclass(frozen=True)
 class EvalStep:
-    """A forward-only step. Made by `eval_step`."""
+    """A forward-only step. Made by `eval_step`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> fz.eval_step(lambda p, x: x @ p["w"])({"w": torch.eye(2)}, torch.ones(1, 2))
+        tensor([[1., 1.]])
+    """
 
     fn: Callable[..., Any]
     transforms: tuple[Any, ...] = ()
@@ -432,7 +453,15 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
 
 
 def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several transforms as one. Their order does not matter: transforms commute."""
+    """Several transforms as one. Their order does not matter: transforms commute.
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> a, b = fz.shard_params(), fz.accumulate(2)
+        >>> compose(a, b)(step) == compose(b, a)(step)
+        True
+    """
 
     wrong = [
         f"argument {i}: {type(t).__name__}"

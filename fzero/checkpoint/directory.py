@@ -47,6 +47,15 @@ def latest(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: there is none, or `latest` names one that is not there.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> latest(root).name
+        'step-00000000'
     """
     root = as_path(path)
     if not root.is_dir():

@@ -41,6 +41,16 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     Raises:
         CheckpointError: files that are missing or malformed, or leaves that differ from `like`: all of them at once.
             Such files carry no checksums: bytes flipped inside a tensor cannot be seen.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(f"{root}/run", step.init({"w": torch.ones(2)}))
+        >>> files = checkpoint.export(f"{root}/run", f"{root}/model")
+        >>> import_(f"{root}/model")
+        {'w': tensor([1., 1.])}
     """
     path = Path(path)
     entries, tied = _entries(path)

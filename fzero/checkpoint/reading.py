@@ -91,6 +91,15 @@ def verify(path: str | os.PathLike[str]) -> Index:
 
     Raises:
         CheckpointError: lists every file that is missing, truncated or damaged, and the leaves that are hit.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> verify(root).step
+        0
     """
     index = describe(path)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -281,6 +281,13 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
 
     Raises:
         FzeroValueError: a token that `dtype` cannot hold.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = tempfile.mkdtemp() + "/tokens.bin"
+        >>> write_tokens(path, torch.arange(100), torch.uint16)
+        >>> os.path.getsize(path)
+        200
     """
     tokens = _as_tensor(tokens, None)
     stored = tokens.dtype if dtype is None else dtype

@@ -75,6 +75,14 @@ class Lowered:
 
     `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
     There is one stage, of all ranks.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
+        (True, True)
     """
 
     programs: tuple[Program, ...]

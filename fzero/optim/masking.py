@@ -26,10 +26,29 @@ Labels = Tree | Callable[[str, torch.Tensor], Hashable]
 
 
 class MaskedState(NamedTuple):
+    """The state of `masked`: that of the transformation within, of the leaves that it sees.
+
+    Example:
+        >>> from fzero import optim
+        >>> state = masked(optim.trace(0.9), {"w": True, "b": False}).init({"w": torch.ones(2), "b": torch.ones(1)})
+        >>> state.inner_state.trace
+        {'w': tensor([0., 0.]), 'b': None}
+    """
+
     inner_state: Any  # of the inner transformation, for the leaves of the mask; None if there are none
 
 
 class PartitionState(NamedTuple):
+    """The state of `partition`: one for each label.
+
+    Example:
+        >>> from fzero import optim
+        >>> parts = {"fast": optim.trace(0.9), "still": optim.set_to_zero()}
+        >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> partition(parts, {"w": "fast", "b": "still"}).init(params).inner_states.keys()
+        dict_keys(['fast', 'still'])
+    """
+
     # label -> state of its transformation, for the leaves of that label; None if there are none
     inner_states: dict[Any, Any]
 

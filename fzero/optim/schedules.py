@@ -18,6 +18,13 @@ from fzero.arguments import number
 from fzero.optim.leaves import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
+"""A learning rate by the number of the update, from 0.
+
+Example:
+    >>> rate: Schedule = lambda count: 0.1 / (1 + count)
+    >>> rate(0), rate(4)
+    (0.1, 0.02)
+"""
 
 
 def constant(value: float) -> Schedule:

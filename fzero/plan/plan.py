@@ -314,6 +314,14 @@ def fits(plan: Plan, budget: str | int) -> bool:
 
     Raises:
         FzeroValueError: text that is no size.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> plan = fz.lower(step, fz.AbstractMesh(data=1), params, batch, device="h100").plan
+        >>> fits(plan, "80GB"), fits(plan, "1KiB")
+        (True, False)
     """
     return plan.peak_bytes <= parse_bytes(budget)
 

@@ -63,7 +63,16 @@ def source(program: Program) -> str:
 
 def show(program: Program, *, fold: bool = True) -> str:
     """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every
-    line that runs."""
+    line that runs.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> program = fz.lower(step, fz.AbstractMesh(data=1), params, batch).program
+        >>> print(show(program).splitlines()[0])
+        # <lambda> on mesh data=1
+    """
     if not isinstance(program, Program):
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))

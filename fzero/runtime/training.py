@@ -56,7 +56,18 @@ from fzero.transforms.precision import MixedPrecision
 
 class CompiledStep(Compiled):
     """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open
-    is decided by `init` or `restore`."""
+    is decided by `init` or `restore`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, x = {"w": torch.eye(3)}, torch.ones(2, 3)
+        >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init(params)
+        >>> state, metrics = train(state, x)
+        >>> int(state.step), sorted(metrics)
+        (1, ['finite', 'grad_norm', 'loss'])
+    """
 
     owner = "step"
 

@@ -115,6 +115,12 @@ def accumulate(
             leaves have different numbers of rows.
         FzeroTypeError: a `whole` that is no function.
         TransformError: a step of `eval_step`, which has no micro-batches.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> print(*accumulate(4)(step).transforms)
+        accumulate(num_micro_batches=4)
     """
     if isinstance(step, (int, float, str)):
         step, num_micro_batches = None, step  # pyright: ignore[reportAssignmentType]  # one that is no whole number is refused below

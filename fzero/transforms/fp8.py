@@ -125,6 +125,12 @@ def fp8(
 
     Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep
         neural networks, 2022.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> print(*fp8(step, scales="row").transforms)
+        fp8(scales='row')
     """
     for name, value, known in (("scales", scales, SCALES), ("scaling", scaling, SCALING)):
         if value not in list(known):

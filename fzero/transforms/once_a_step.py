@@ -68,6 +68,13 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
 
     Paper: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023 (the
         secondary partition of parameters).
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> step = fz.compose(fz.shard_params(axis=("data", "node")), once_a_step(axis="node"), fz.accumulate(4))(step)
+        >>> print(step.transforms[-1])
+        once_a_step(axis='node', gathers='auto', reductions=True)
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     problems += flag("reductions", reductions)

@@ -200,6 +200,12 @@ def mixed_precision(
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> print(*mixed_precision("bf16")(step).transforms)
+        mixed_precision(compute='bf16', params='fp32', reduce='fp32')
     """
     if isinstance(step, (str, torch.dtype)):
         step, compute = None, str(step)

@@ -51,6 +51,12 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor
         rematerialization, ICLR 2021, for choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in
         checkpointing by being fusion aware, MLSys 2023, for the cut.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> print(*remat("full")(step).transforms)
+        remat(policy='full')
     """
     if isinstance(step, (str, int, float)):
         step, policy = None, step

@@ -80,6 +80,14 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
     Paper: Li et al., PyTorch distributed: experiences on accelerating data parallel training, VLDB 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(data_parallel(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "data_parallel"]
+        ['all_reduce_start', 'all_reduce_start']
     """
     return applied(_checked(DataParallel(axis)), step)
 
@@ -107,6 +115,14 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
     Paper: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_opt_state(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_opt_state"]
+        ['reduce_scatter_start', 'all_gather_start']
     """
     return applied(_checked(ShardOptState(axis, where)), step)
 
@@ -126,6 +142,14 @@ def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where
     Raises: as `shard_opt_state`.
 
     Paper: Rajbhandari et al., ZeRO, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_grads(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_grads"]
+        ['reduce_scatter_start', 'all_gather_start']
     """
     return applied(_checked(ShardGrads(axis, where)), step)
 
@@ -150,6 +174,14 @@ def shard_params(step: Any = None, *, axis: str | tuple[str, ...] = "data", wher
     Raises: as `shard_opt_state`.
 
     Paper: Rajbhandari et al., ZeRO, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_params(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_params"]
+        ['all_gather_start', 'reduce_scatter_start']
     """
     return applied(_checked(ShardParams(axis, where)), step)
 
