@@ -15,7 +15,7 @@ from scripts import environment
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.program.ops import transfer_bytes
 
 AXES = {"node": 2, "data": 2}
@@ -242,6 +242,22 @@ def test_a_plan_prices_each_axis_on_its_link():
                 (1 if within else 2) * link.latency + sent / link.bandwidth
             )
     assert {c.partition(":")[2] for c in found.plan_on(device).channels} >= {"data", "node"}
+
+
+def test_advice_of_a_budget_is_to_shard_over_every_axis():
+    """Over those that something is sharded over already, and over the others too, the fastest first."""
+    meta = fz.tree.map(lambda x: x.to("meta"), params(64))
+    plain = fz.train_step(loss_fn, optim.adamw(1e-3))
+    for transforms in ([fz.shard_opt_state(), fz.data_parallel(axis="node")], [fz.data_parallel(axis=a) for a in AXES]):
+        with pytest.raises(BudgetError) as error:
+            fz.lower(
+                fz.compose(*transforms)(plain),
+                fz.AbstractMesh(**AXES),
+                meta,
+                torch.empty(4, 64, device="meta"),
+                memory_budget="10KB",
+            )
+        assert "with fz.shard_params(axis=('data', 'node'))" in str(error.value)
 
 
 def test_the_text_says_over_which_axis_and_of_what():
