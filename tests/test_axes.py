@@ -353,6 +353,22 @@ def test_kept_gathers_are_equal_to_the_bit_and_hops_to_one_axis(run_ranks):
         assert max(off for _, off in found) < 1e-6 and found[5][0], found
 
 
+def of_another_step() -> str:
+    """What a step says of a state that is cut alike, but not in parts of a finer cut."""
+    mesh = fz.make_mesh(**AXES)
+    spread = fz.compose(fz.shard_params(axis="data"), fz.data_parallel(axis="node"))
+    state = fz.compile(spread(fz.train_step(loss_fn, clipped())), mesh, backend="eager").init(params())
+    with pytest.raises(FzeroValueError) as error:
+        fz.compile(step("params by data"), mesh, backend="eager")(state, whole((4, 5), 1))
+    return str(error.value)
+
+
+def test_a_state_that_is_padded_otherwise_is_refused_with_both_sides(run_ranks):
+    for text in run_ranks(4, of_another_step):
+        assert "['up']: float32[5, 11] sharded over data in the state" in text
+        assert "float32[5, 11] sharded over data (parts of shards over data, node) in this step" in text
+
+
 def one_axis(num_micro: int) -> list[float]:
     mesh = fz.make_mesh(data=4)
     out = fz.shard_params()(fz.train_step(loss_fn, clipped()))
