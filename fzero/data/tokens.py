@@ -1,4 +1,4 @@
-"""Batches of tokens that are a pure function of the step.
+"""Samples batches of tokens from a file, as a pure function of the step.
 
 [Note: which window when] The corpus is cut in windows of `seq + 1` tokens, `seq` apart, so that every token but the
 first is a target once an epoch. The run sees an endless sequence of samples: sample `g` is the window number `g %
@@ -73,7 +73,7 @@ class TokenDataset:
         dtype: torch.dtype | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ):
-        random.key(seed)  # complains about what is no seed
+        random.key(seed)  # complains about what is not a seed
         problems = [
             f"{name}={value!r} is not a whole number of at least 1"
             for name, value in (("seq", seq), ("batch", batch))
