@@ -1,4 +1,4 @@
-"""What each command does: it works out one value of the library (a `Plan`, a `Program`, a `Device`) and prints it.
+"""Runs each command: it works out one value of the library (a `Plan`, a `Program`, a `Device`) and prints it.
 
 Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing but JSON goes to stdout.
 """
@@ -181,7 +181,9 @@ class Calibrate:
             _check_files(out=self.out)
             if not 0 < self.seconds < math.inf:
                 raise UsageError(
-                    message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5")
+                    message(
+                        "calibrate", f"--seconds {self.seconds:g} is not enough time to measure", fix="e.g. --seconds 5"
+                    )
                 )
             if self.path is not None and not self.path.is_dir():
                 raise UsageError(

@@ -1,5 +1,4 @@
-"""How the command line shows a plan, a program or a device: in colour on a terminal, as plain text elsewhere, or as
-data."""
+"""Prints plans, programs and devices: in colour on a terminal, as plain text elsewhere, or as data."""
 
 from __future__ import annotations
 

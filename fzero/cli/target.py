@@ -1,4 +1,4 @@
-"""What a command is about: MODULE:FUNCTION, a function of the user's that returns a step, its parameters and a batch.
+"""Imports the target of a command, MODULE:FUNCTION: a function that returns a step, its parameters and a batch.
 
 [Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code
 raises, when it is imported, called or traced, is a `UserError`: its traceback without our frames, as if the user had
