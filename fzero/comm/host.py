@@ -1,4 +1,4 @@
-"""The host tier: memory in which leaves of a state rest, and what copies between it and the device.
+"""Copies between device and host memory, and allocates the host memory in which leaves of a state rest.
 
 On a CPU host and device are one memory and a copy hands on what it is given. On CUDA host memory is page-locked, and
 copies run on two streams, one each way. Every copy is a start, which returns at once, and a wait. Nothing here knows

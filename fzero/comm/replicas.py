@@ -1,5 +1,5 @@
-"""Replicas compared: what several ranks hold in common must be the same on all of them, bit for bit. Digests travel,
-never values.
+"""Compares replicas: tensors that several ranks hold in common must be equal on all of them, bit for bit. Digests
+travel, never values.
 
 A leaf sharded over some axes has a replica on every rank with the same place along those; a whole leaf on every rank of
 the mesh.

@@ -1,4 +1,4 @@
-"""Copies between the tiers of a rank, as the lines of a program start them and wait for them.
+"""Runs copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
 What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others
 change places.
