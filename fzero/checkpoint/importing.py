@@ -1,4 +1,4 @@
-"""From safetensors files, in Hugging Face's layout or a single one, to a pytree of host tensors."""
+"""Imports safetensors files, in Hugging Face's layout or a single one, as a pytree of host tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""index.json: what a checkpoint holds and where, sealed with a sha256 of itself.
+"""Reads and writes index.json: the leaves of a checkpoint and their files, sealed with a sha256 of itself.
 
 Nothing read from an index is trusted: it names files by plain names inside its own directory, and all of it is checked
 before any of it is used.

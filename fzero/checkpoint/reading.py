@@ -1,4 +1,4 @@
-"""Reading a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
+"""Reads a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
 
 from __future__ import annotations
 
