@@ -1,5 +1,5 @@
-"""Where a difference begins: which transform brings it in, and which line of the program is the first whose value
-differs.
+"""Searches for the cause of a difference: the transform that brings it in, and the first line of the program whose
+value differs.
 
 Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then
 dropped from what is left, one by one. Without a parallel transform a step runs on each rank by itself, on the whole
@@ -66,7 +66,7 @@ _OF_STATISTICS = (
     "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
 )
 _AUX = (
-    "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean "
+    "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is not a mean "
     "over dim 0"
 )
 _NO_LINE = (

@@ -1,4 +1,4 @@
-"""check_equivalent: the transformed step and the plain one side by side."""
+"""Runs the transformed step and the plain one side by side, and compares their leaves (`check_equivalent`)."""
 
 from __future__ import annotations
 

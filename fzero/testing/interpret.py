@@ -1,5 +1,4 @@
-"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared
-with.
+"""Interprets a program line by line: the slow and simple semantics that the fast run is compared with.
 
 Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
 start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were

@@ -1,4 +1,4 @@
-"""The first line of a program whose value is not what it should be.
+"""Finds the first line of a program whose value is wrong.
 
 [Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are
 then run by the interpreter, from the same state: what the program *says* (interpret.py). And the base program of the

@@ -1,4 +1,4 @@
-"""What a comparison found, as a value that prints as a table."""
+"""Defines the result of a comparison, a value that prints as a table."""
 
 from __future__ import annotations
 

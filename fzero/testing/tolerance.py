@@ -1,5 +1,5 @@
-"""How far two ways of carrying out one step may lie apart: from dtypes and the lengths of reductions, through what the
-step itself makes of an error.
+"""Derives tolerances for two ways of carrying out one step: from dtypes and the lengths of reductions, through the
+step's own amplification of an error.
 
 [Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the
 relative error of n of them in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
