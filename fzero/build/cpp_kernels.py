@@ -1,4 +1,4 @@
-"""Functions compiled for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
+"""Compiles functions for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
 into one library.
 
 Inductor writes a module around each function and compiles every kernel on its own: 0.7 s each, most of it headers, and

@@ -1,4 +1,5 @@
-"""Functions compiled by Inductor: from the cache, from a process that compiles, or from another rank that did."""
+"""Compiles functions with Inductor: from the cache, in a compiling process, or by another rank that shares its
+result."""
 
 from __future__ import annotations
 
