@@ -1,4 +1,4 @@
-"""Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
+"""Calibrates this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
 
 fzero calibrate                                  # one process: starts as many as the host has places for ranks, and
 measures with them torchrun --nproc-per-node 8 -m fzero.measure.calibrate      # or under torchrun: over the links
@@ -64,7 +64,7 @@ def calibrate(
             cannot hold scratch files.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
-        raise FzeroValueError(message("calibrate", "this is no time to measure in", problems, "e.g. seconds=5"))
+        raise FzeroValueError(message("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5"))
     if directory is not None:
         check(directory, SCRATCH)
     progress = progress or (lambda what: None)

@@ -1,4 +1,4 @@
-"""What `calibrate` measures: rates of this machine, each by running what a program runs, a few times, and taking the
+"""Probes the rates of this machine for `calibrate`, each by running what a program runs, a few times, and taking the
 best.
 
 On a mesh all ranks measure at once, so that what they share (memory, the host's cores, links) is shared as in a run.

@@ -1,4 +1,4 @@
-"""Measuring a step as a plan predicts it: the time of every line, and the most memory alive.
+"""Profiles a step against its plan: the time of every line, and the most memory alive.
 
 Lines are timed by putting a clock around each function and transfer that the program's source names, so what is timed
 is what runs.

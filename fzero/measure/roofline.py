@@ -1,5 +1,5 @@
-"""What binds a step: the share of the device's peak that it reached, how busy each link was, and for how long compute
-waited for it.
+"""Compares a measured step with the roofline: the share of the device's peak, how busy each link was, and how long
+compute waited for it.
 
 A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every
 line. What a link moved is known from the program; how long it was busy is what it says itself, a disk or a stream of
