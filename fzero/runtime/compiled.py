@@ -1,4 +1,5 @@
-"""What training and evaluation on a mesh share. Owns what is made once: programs and functions, for each kind of batch.
+"""Holds the programs and functions of a compiled step, made once for each kind of batch: the common part of training
+and evaluation.
 
 It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
 """

@@ -1,4 +1,4 @@
-"""Running a program: its source, compiled once, over the functions and transfers it names.
+"""Executes a program: its source, compiled once, over the functions and transfers it names.
 
 What runs is the flat text of the program (`print(program)` shows it folded). Tracebacks show its lines.
 """

@@ -1,5 +1,5 @@
-"""mixed_precision("auto") when a step is restored or built: which parameters are computed with in float32 from then on,
-by the counts of the state."""
+"""Applies mixed_precision("auto"): when a step is restored or built, parameters whose overflow or underflow counter
+reached the limit are promoted to float32."""
 
 from __future__ import annotations
 

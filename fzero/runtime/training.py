@@ -1,4 +1,4 @@
-"""A training step on a mesh: it makes states, or restores them, and carries them on, batch by batch."""
+"""Runs a training step on a mesh: it makes or restores states and carries them on, batch by batch."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class CompiledStep(Compiled):
             memory: for small models and tests.
 
         Raises:
-            FzeroTypeError: what is no state.
+            FzeroTypeError: what is not a state.
             DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
@@ -412,7 +412,7 @@ class CompiledStep(Compiled):
         """
         if problems := count("steps", steps):
             raise FzeroValueError(
-                message("profile", "these arguments cannot work", problems, "e.g. train.profile(state, batch, steps=3)")
+                message("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
             )
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
