@@ -1,5 +1,4 @@
-"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from
-those that the step expects."""
+"""Assembles states from leaves, and lists the differences between a state and the one that a step expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Birth of a state: each leaf made as it rests, put where it rests, and dropped before the next one.
+"""Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
 leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked

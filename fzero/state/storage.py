@@ -1,5 +1,4 @@
-"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put
-there.
+"""Allocates the leaves of a state on their tiers, host memory or files, and writes them there.
 
 A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and
 values are put into it.
