@@ -1,5 +1,5 @@
-"""The file that a machine's measured rates are kept in, and which machine it is good for. What measures them is
-measure/calibrate.py."""
+"""Reads and writes the file of a machine's measured rates, and identifies the machine it is valid for.
+measure/calibrate.py measures them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def load_calibration(path: str | Path) -> Device:
     """The device of a calibration file.
 
     Raises:
-        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both
-            sides.
+        FzeroValueError: a file that is not a calibration, or one of another machine, torch version or format, showing
+            both sides.
     """
     text = Path(path).read_text()
     try:

@@ -1,4 +1,4 @@
-"""Costs of a program: floating point operations and bytes of each line, from shapes alone; seconds, on a given device.
+"""Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
 
 [Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
 products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (inductor/fusion.py) /
@@ -111,7 +111,7 @@ def _cost(function: Function, backend: str) -> Cost:
 
 
 def product_flops(node: fx.Node) -> float:
-    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
 
     They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
     scores that it computes again.

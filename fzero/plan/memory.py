@@ -1,4 +1,4 @@
-"""What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
+"""Counts the bytes alive at every line of a program, by role: exact, from the program alone.
 
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name

@@ -1,5 +1,4 @@
-"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on
-every wire, a timeline.
+"""Plans a program before any device is touched: peak memory and its line, bytes on every wire, a timeline.
 
 It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program
 came about, nor run it.
@@ -313,7 +312,7 @@ def fits(plan: Plan, budget: str | int) -> bool:
         budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
 
     Raises:
-        FzeroValueError: text that is no size.
+        FzeroValueError: text that is not a size.
 
     Example:
         >>> import torch, fzero as fz

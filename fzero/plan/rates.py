@@ -1,5 +1,5 @@
-"""A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its
-host.
+"""Describes a device to the plan: the rates at which it multiplies, reads, copies and sends, and what it shares with
+others on its host.
 
 [Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device
 are those of a rank that has its host alone; a plan gives each an equal share for as many ranks as the mesh has there.
@@ -146,7 +146,7 @@ class Device:
         """The device of a calibration file's text, whatever machine it is of, or none; errors call the text `what`.
 
         Raises:
-            FzeroValueError: text that is no calibration.
+            FzeroValueError: text that is not a calibration.
         """
         try:
             data = json.loads(text)

@@ -1,4 +1,5 @@
-"""A plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not hold."""
+"""Renders a plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not
+hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When every line of a program runs: a simulation of one rank's queues.
+"""Simulates the queues of one rank: the start and the end of every line of a program.
 
 [Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of
 its own: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.

@@ -1,5 +1,4 @@
-"""How a compiler lays out the memory inside a function: the order of its kernels, and which buffer lies where another
-lay.
+"""Predicts a compiler's memory layout inside a function: the order of its kernels, and which buffers reuse memory.
 
 Both are choices of torch's Inductor, repeated here as its code makes them (torch/_inductor/memory.py,
 codegen/wrapper.py): it takes, of a few orders, the one with the lowest peak, then lets a pointwise result overwrite an

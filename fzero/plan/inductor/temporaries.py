@@ -1,4 +1,5 @@
-"""Memory inside a call: what is alive between a function's inputs and its outputs, kernel by kernel."""
+"""Predicts the peak memory inside a call: buffers alive between a function's inputs and its outputs, kernel by
+kernel."""
 
 from __future__ import annotations
 
