@@ -1,4 +1,4 @@
-"""Blocks: the unit of gathering, rematerialisation and compilation.
+"""Traces blocks, the unit of gathering, rematerialisation and compilation.
 
 `block(fn)` is `fn`, except while a step is traced: there a call is one line of the program, and the function itself is
 traced once per signature, forward and backward together, aside. So the program of a 64-layer model has a few hundred

@@ -1,5 +1,5 @@
-"""PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: what of it decides which code is
-made and what it does.
+"""Reads PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: the parts of it that
+decide which code is made and what it does.
 
 It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
 `Setting` that it was made with.

@@ -1,4 +1,4 @@
-"""Functions as a device runs them: which of their operations it has not, and what it does instead.
+"""Replaces operations that a device lacks, and those whose order of summation it leaves open.
 
 Whoever runs a function and whoever predicts what it takes ask here, so that both see the same one.
 """

@@ -1,4 +1,4 @@
-"""Comparisons of types in a function's text: a tensor that is traced is of a class of its own, which `type(x) is
+"""Rewrites comparisons of types in a function's text: a traced tensor is of a class of its own, which `type(x) is
 torch.Tensor` would tell from others."""
 
 from __future__ import annotations

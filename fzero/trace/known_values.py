@@ -1,5 +1,5 @@
-"""Values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made by
-`torch.ones(4, 4).triu()`.
+"""Tracks values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made
+by `torch.ones(4, 4).triu()`.
 
 What Python, or a shape, asks of such a tensor is answered by computing it. What depends on an argument of the function
 is not known.

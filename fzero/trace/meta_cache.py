@@ -1,4 +1,4 @@
-"""What an operation gives on fake tensors, remembered.
+"""Memoises shape inference for fake tensors.
 
 A model has a few hundred leaves of a handful of shapes, and an optimizer does the same dozen operations with each. The
 shape, strides, dtype and device of a result depend on the operator, on those of its arguments and on its other

@@ -1,4 +1,4 @@
-"""Sharding a pure function by propagation: an optimizer's update, its init, an init function.
+"""Propagates sharding through a pure function: an optimizer's update, its init, an init function.
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them

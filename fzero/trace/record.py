@@ -1,4 +1,4 @@
-"""Recording: running a function on fake tensors and writing down every ATen operation it does.
+"""Records a function: runs it on fake tensors and writes down every ATen operation.
 
 `Recorder` sits below autograd, so what it writes down is the forward and the backward alike, in the order they run. It
 knows tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its

@@ -1,5 +1,5 @@
-"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a
-way out.
+"""Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
+and a way out.
 
 PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it
 is.

@@ -1,5 +1,5 @@
-"""Settings of a function: what it reads beside its arguments, by value, so that two functions or two moments can be
-compared.
+"""Captures the settings of a function, the values that it reads beside its arguments, so that two functions or two
+moments can be compared.
 
 A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
 and classes, and the same of every function among them. Attributes are read where some code that was reached names them;

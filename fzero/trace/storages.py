@@ -1,5 +1,5 @@
-"""Storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything else
-is made anew.
+"""Tracks storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything
+else is made anew.
 
 A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
 keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten

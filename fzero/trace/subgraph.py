@@ -1,4 +1,4 @@
-"""Cutting a graph into functions: the part between some values, with the views of parameters that it needs."""
+"""Cuts a graph into functions: the part between some values, with the views of parameters that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own switches that decide what a function's operations are: they belong to a function's signature as its
+"""Captures PyTorch's own switches that decide a function's operations: they belong to a function's signature as its
 arguments do.
 
 Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those
