@@ -1,6 +1,5 @@
-"""Agreement: before a program runs for the first time, all ranks compare it. Messages go through the store, not through
-a collective, so that a rank that is missing, or that failed, is an error that names it, never a hang.
-"""
+"""Compares programs between ranks before they first run. Messages go through the store, not through a collective, so
+that a rank that is missing, or that failed, is an error that names it, never a hang."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") ->
 
     Raises:
         FzeroValueError: it failed on another rank, naming each that did and why.
-        DivergenceError: a rank was stopped (Ctrl-C), or did not come in time.
+        DivergenceError: a rank was stopped (Ctrl-C), or timed out.
     """
     return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
 
@@ -214,7 +213,7 @@ class _Talk:
         """The note of every rank, once all have come.
 
         Raises:
-            DivergenceError: naming the ranks that failed or did not come in time.
+            DivergenceError: naming the ranks that failed or timed out.
         """
         self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
         missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
@@ -230,7 +229,7 @@ class _Talk:
                     "of its own, the others run the old one"
                 )
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
-            came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
+            came = [f"rank {rank} timed out after {self._mesh.timeout:g} s" for rank in missing]
             error = DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
             if missing:  # who comes later finds the notes of this talk, and goes on alone
                 self._mesh.turns.end(error)

@@ -1,5 +1,4 @@
-"""Checks of arguments: what is wrong with each, in the same words everywhere, for the function that was given it to
-raise.
+"""Checks arguments: what is wrong with each, in the same words everywhere, for the function that was given it to raise.
 
 Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and
 not in the first step.

@@ -1,4 +1,4 @@
-"""The only file that touches private PyTorch names. Each is tested against every supported release
+"""Wraps private PyTorch names, and is the only file that touches them. Each is tested against every supported release
 (tests/test_compat.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors are part of the interface: every failure at once, named by path, with a fix.
+"""Defines errors, a part of the interface: every failure at once, named by path, with a fix.
 
 All errors fzero raises on purpose subclass `FzeroError` and the built-in class a caller would expect.
 `message` lays them out the same way everywhere:
@@ -44,7 +44,7 @@ class FzeroError(Exception):
 
 
 class FzeroValueError(FzeroError, ValueError):
-    """A value that cannot work: an unknown axis, a batch that does not divide, a loss that is not a scalar.
+    """An invalid value: an unknown axis, a batch that does not divide, a loss that is not a scalar.
 
     Example:
         >>> import fzero as fz

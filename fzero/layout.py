@@ -1,4 +1,4 @@
-"""How a leaf rests: over which mesh axes it is sharded, on which tier, in which dtype.
+"""Describes the layout of a leaf at rest: the mesh axes it is sharded over, its tier, its dtype.
 
 A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-padded to a multiple of the number of
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same

@@ -1,5 +1,5 @@
-"""Means that are exact however the batch was cut: what a function returned, as sums that ranks and micro-batches add
-up, and as the tree that comes of them."""
+"""Averages losses and metrics exactly however the batch was cut: results of a function as sums that ranks and
+micro-batches add up, and the tree that comes of them."""
 
 from __future__ import annotations
 

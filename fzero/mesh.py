@@ -1,4 +1,4 @@
-"""Named axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+"""Names axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
 
 The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
 row-major order of the axes as given. A mesh of one device needs no process group.
@@ -272,7 +272,7 @@ def make_mesh(
 
     Raises:
         FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
-        DivergenceError: ranks that did not come in time, by number.
+        DivergenceError: ranks that timed out, by number.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -317,7 +317,7 @@ def make_mesh(
         )
     if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
         raise FzeroValueError(
-            message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed")
+            message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
         )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
@@ -424,7 +424,7 @@ def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.dev
     keys = [f"fzero/device/{r}" for r in range(world)]
     store.set(keys[rank], _name_of(device))
     if missing := absent(store, keys, timeout):
-        came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
+        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )

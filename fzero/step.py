@@ -1,5 +1,4 @@
-"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference
-semantics.
+"""Defines steps, made of a loss and an optimizer, and the plain step: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions
 eagerly through autograd, whatever its transforms: they change how a step is carried out, not what it means.
@@ -228,7 +227,9 @@ class Step:
         if not trained:
             raise FzeroValueError(
                 message(
-                    "train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"
+                    "train_step",
+                    "no trainable parameters",
+                    fix="check `trainable`, and that parameters are floating point",
                 )
             )
         with (
@@ -368,7 +369,7 @@ def train_step(
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
+        raise FzeroTypeError(message("train_step", "invalid arguments", problems, fix))
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
@@ -622,7 +623,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
     if wrong:
-        raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
+        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
 
 
 def check_params(params: Any, owner: str = "init") -> None:

@@ -1,4 +1,4 @@
-"""Pytrees: one way to flatten, name and rebuild nested containers of tensors.
+"""Flattens, names and rebuilds pytrees: nested containers of tensors.
 
 Built on optree. Dict keys are sorted, so two dicts with the same items flatten alike in any insertion order; `None` is
 an empty node, not a leaf; plain dataclasses are containers and need no registration. A leaf is named by its path,

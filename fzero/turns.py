@@ -1,4 +1,4 @@
-"""What ranks do together they do in turns, numbered alike on all of them: a run of a program, an exchange of notes, a
+"""Numbers the collective actions of ranks in turns, alike on all of them: a run of a program, an exchange of notes, a
 checkpoint.
 
 A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different
@@ -58,7 +58,7 @@ class Turns:
         last rank that comes.
 
         Raises:
-            DivergenceError: they are in different ones, or a rank did not come in time.
+            DivergenceError: they are in different ones, or a rank timed out.
         """
         assert self._store is not None
         here = f"fzero/turns/{self._number}/"
@@ -75,7 +75,7 @@ class Turns:
                 for r in range(self._size)
             }
             came = [
-                f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number
+                f"rank {r} timed out after {self._timeout:g} s" for r, number in places.items() if number < self._number
             ]
             fix = (
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "

@@ -333,7 +333,7 @@ FLAGS = {
     ("--mesh",): "--mesh wants axes with their sizes",
     ("--mesh", "dta=8"): "'dta' is not one of replica, data",
     ("--mesh", "data=99999999999999999999"): "99,999,999,999,999,999,999 devices are more than 1,048,576",
-    (*MESH, "--budget", "lots"): "'lots' is no amount of memory",
+    (*MESH, "--budget", "lots"): "'lots' is not an amount of memory",
     (*MESH, "--budget", "80"): "did you mean 80GB? Bytes are 80B",
     (*MESH, "--budget", "0"): "memory_budget=0: nothing runs in no memory",
     (*MESH, "--device", "h1000"): "'h1000' is neither a known device nor a calibration file\n  b200: NVIDIA HGX B200",

@@ -1,5 +1,5 @@
-"""offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the
-budgets the fastest step is taken.
+"""Resolves offload("auto"): roles, tiers and shares are tried, and of those that fit the budgets the fastest step is
+taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
 before in whole, and a part of the last one. Of what is on disk a part may be on the host instead. Gradients wait on

@@ -1,4 +1,4 @@
-"""Lower bounds of a step's bytes on each tier and of its seconds, by where its state rests: sums over leaves, for which
+"""Bounds a step's bytes on each tier and its seconds from below, by where its state rests: sums over leaves, for which
 no program is made.
 
 A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make;

@@ -1,5 +1,4 @@
-"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest,
-by the plan.
+"""Searches for the fastest program within a memory budget, among the choices that a step leaves open, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
 and reduced once, which gathers serve forward and backward, how far ahead a gather starts, which transfers travel

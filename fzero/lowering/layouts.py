@@ -1,5 +1,5 @@
-"""Leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with how it rests, from
-abstract values alone.
+"""Makes leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with its layout,
+from abstract values alone.
 
 Here the transforms that decide about layouts meet: sharding, precision, offload. What the leaves are for is lower.py's.
 """

@@ -1,4 +1,4 @@
-"""From a step to a program: every arrow of the design's picture, in order.
+"""Lowers a step to a program: every arrow of the design's picture, in order.
 
     step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> --
     place in the pool -->
@@ -339,7 +339,9 @@ def _traced(
     trains = step.trains(abstract_params(params))
     if not any(trains):
         raise FzeroValueError(
-            message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point")
+            message(
+                "train_step", "no trainable parameters", fix="check `trainable`, and that parameters are floating point"
+            )
         )
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called

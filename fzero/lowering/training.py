@@ -1,4 +1,4 @@
-"""What a training step is, before it is a program: its functions, its leaf tables, and what dtypes it computes in."""
+"""Describes a training step before it is a program: its functions, its leaf tables, and the dtypes it computes in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out
-once.
+"""Keeps the programs that one base program becomes under the choices that a step leaves open, and shares work among
+them.
 
 The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the
 one that is taken is verified.

@@ -1,4 +1,4 @@
-"""Recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
+"""Wraps recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
 sequence.
 
 Each returns a workspace that its backward needs, of a size that no schema tells, oneDNN's only where autograd runs. A

@@ -1,4 +1,4 @@
-"""Products of matrices in 8-bit floating point: how operands are rounded, and the operator that multiplies them.
+"""Multiplies matrices in 8-bit floating point: rounds the operands, and defines the operator.
 
 [Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even: to float8_e4m3fn (3 bits of
 mantissa, up to 448) in the forward and for what the forward left, to float8_e5m2 (2 bits, up to 57344) where it depends

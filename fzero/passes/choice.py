@@ -1,4 +1,4 @@
-"""Choices that a step leaves open, which passes carry out."""
+"""Lists the choices that a step leaves open, which passes carry out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars
-hoisted out.
+"""Cuts the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted
+out.
 
 The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
 depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,

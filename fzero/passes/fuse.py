@@ -1,4 +1,4 @@
-"""A block whose backward follows its forward at once is one function: nothing is saved, nothing recomputed, its
+"""Fuses a block's forward with its backward where that follows at once: nothing is saved, nothing recomputed, its
 parameters are gathered once.
 
 That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)

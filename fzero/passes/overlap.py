@@ -1,6 +1,5 @@
-"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which
-lines there are of a kind is settled here too: gathers that forward and backward share, and small ones that travel
-together.
+"""Orders lines for overlap: hoists each transfer ahead of its consumer and sinks its wait. Shares gathers between
+forward and backward, and coalesces small ones.
 
 Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
 (fzero/lowering/budget.py).

@@ -1,4 +1,4 @@
-"""The passes that make a finished program of a base program, in their one order.
+"""Lists the passes that make a finished program of a base program, in their one order.
 
     base program -- remat, accumulate, shard, cut_update -->
     lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program

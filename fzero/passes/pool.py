@@ -1,5 +1,5 @@
-"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On
-the CPU, where fresh memory costs more than arithmetic, what functions hand to later lines lies in it too.
+"""Places transfers' buffers in the pool: one arena planned before the run and reused all along it. On the CPU, where
+fresh memory costs more than arithmetic, results that functions hand to later lines lie in it too.
 
 A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from
 the line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are

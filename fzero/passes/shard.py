@@ -1,5 +1,5 @@
-"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or
-fewer leaves sharded.
+"""Spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves
+sharded.
 
 The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
 A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a

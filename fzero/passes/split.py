@@ -1,5 +1,5 @@
-"""The split of a block's joint graph in two: a forward that returns what is kept beside its outputs, and a vjp that
-takes it and recomputes the rest.
+"""Splits a block's joint graph in two: a forward that returns saved values beside its outputs, and a vjp that takes
+them and recomputes the rest.
 
 What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone
 enter, their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no

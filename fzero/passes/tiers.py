@@ -1,5 +1,5 @@
-"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote
-goes back to where it rests.
+"""Inserts host and disk copies: every line's operands are brought to the tier it runs on, and written leaves are stored
+back to their home tier.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
 host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next

@@ -1,5 +1,5 @@
-"""Delayed scaling: operands of products in 8 bits are rounded by their largest magnitudes of the last steps, which are
-a part of the state.
+"""Scales operands of 8-bit products by their largest magnitudes of the last steps (delayed scaling), which are a part
+of the state.
 
 A slot is what the products with one parameter read besides it: its input, or the gradient of its output. Slots are kept
 for all parameters, for how many those are is known before the step is traced; what shares a slot, such as two calls of

@@ -1,4 +1,4 @@
-"""Parameters that travel in 8 bits: the lines that round shards before they are gathered.
+"""Gathers parameters in 8 bits: the lines that round shards before they travel.
 
 A parameter that rests as a shard, and that nothing but products in 8 bits reads (precision/fp8.py), is cast to
 float8_e4m3fn by the scale of the whole. That is the largest of its shards' scales: `scales` makes one for each leaf of

@@ -1,5 +1,4 @@
-"""Products of matrices in a recorded graph: which nodes they are, what they multiply, and which could be done in 8
-bits."""
+"""Finds products of matrices in a recorded graph: their nodes, their operands, and which could be done in 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching precision: what the numbers of each block do, as a few statistics that a step computes on its way.
+"""Computes statistics of each block's numbers, by which precision is watched, as a part of the step.
 
 A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf
 belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with a number for

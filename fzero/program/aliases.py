@@ -1,4 +1,4 @@
-"""Aliases: which result of a line may lie in the memory of which of its arguments.
+"""Tells aliases: which result of a line may lie in the memory of which of its arguments.
 
 Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph
 (fzero/trace/storages.py).

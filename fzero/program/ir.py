@@ -1,4 +1,4 @@
-"""The program: a whole training step as a list of lines.
+"""Defines the program: a whole training step as a list of lines.
 
 [Note: placements] How a value of a program relates to the mesh:
   whole          the same on every rank

@@ -1,4 +1,4 @@
-"""Printing a program: valid Python, with the dtype, shape and placement of every result beside it.
+"""Prints a program: valid Python, with the dtype, shape and placement of every result beside it.
 
 The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
 differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the

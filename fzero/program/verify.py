@@ -1,4 +1,4 @@
-"""The rules of a program, checked after every rewrite. A violation is a bug of the rewrite, never of the user.
+"""Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
 
 Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
 alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a

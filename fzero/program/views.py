@@ -1,4 +1,4 @@
-"""Which values of a program share memory."""
+"""Tells which values of a program share memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward, gradients on
-disk until their update. Acts on the leaf table and on the program.
+"""Offloads leaves to host memory or disk, activations to host memory between forward and backward, gradients to disk
+until their update. Acts on the leaf table and on the program.
 
 Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are
 placed by tiers.py.
@@ -169,7 +169,7 @@ def offload(
     if tier == "cpu" and path is not None:
         problems.append(f"path={path!r}: 'cpu' is memory, it has none")
     if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
-        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
+        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is not a directory's name")
     if tier == "nvme" and "activations" in roles:
         problems.append(
             "of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to "
@@ -193,7 +193,7 @@ def offload(
         )
     if problems:
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
-        raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
+        raise FzeroValueError(message("offload", "invalid arguments", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
     return applied(
         Offload(

@@ -1,7 +1,6 @@
-"""The table of ops: one row for each, with all that is known of it (base.py says what that is).
+"""Lists the ops of programs: one row for each, with all that is known of it (base.py describes a row).
 
-What is not in this table is no op, and what its row does not name no attribute of one: fzero/program/verify.py refuses
-it.
+fzero/program/verify.py refuses a line whose op is not in this table, and an attribute that its row does not name.
 """
 
 from __future__ import annotations

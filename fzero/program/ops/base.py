@@ -1,4 +1,4 @@
-"""What there is to know of an op: the class that every op's row in the table is one of.
+"""Defines the row of an op: the class that every op in the table subclasses.
 
 A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views,
 the pool), where it computes, the bytes it touches or sends (cost), its text (show), how it runs (execute), what it
@@ -107,7 +107,7 @@ class Op(Generic[A]):
         body: whether it has lines of its own.
         computes: where: on the "device"; "said" by its `on`; "there", where its first argument lies; ""
             nowhere.
-        between: what a start moves values between: "ranks", "tiers", or "" of what is no start.
+        between: what a start moves values between: "ranks", "tiers", or "" of what is not a start.
         waits: whether it takes the handle of a start.
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.

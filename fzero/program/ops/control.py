@@ -1,4 +1,4 @@
-"""Lines that repeat others, join the values of micro-batches, and write the state."""
+"""Defines ops that repeat lines, join the values of micro-batches, and write the state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for
-either."""
+"""Defines transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait
+for either."""
 
 from __future__ import annotations
 

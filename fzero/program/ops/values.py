@@ -1,5 +1,5 @@
-"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the
-micro-batches."""
+"""Defines ops that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of
+the micro-batches."""
 
 from __future__ import annotations
 
