@@ -26,7 +26,7 @@ T = TypeVar("T")
 def together(
     mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = ""
 ) -> tuple[Any, Any]:
-    """What `make` returns on this rank, once every rank has made the same program and finished building it.
+    """The result of `make` on this rank, once every rank has made the same program and finished building it.
 
     `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the
     other ranks. An error in any of them is raised here, and reported to the other ranks: only the last waits for them,
@@ -54,8 +54,8 @@ def together(
 
 
 def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns on rank 0, which JSON can hold, on every rank; what it raises there is raised on all of them,
-    as by `everywhere`."""
+    """The result of `make` on rank 0, which JSON can hold, on every rank; its error there is raised on all of them, as
+    by `everywhere`."""
     if mesh.size == 1:
         return make()
     _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
@@ -63,8 +63,8 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
 
 
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
-    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all
-    of them. `about`: what this rank does, for those that do something else.
+    """The result of `act` on this rank, once it has returned on every rank; an error on one rank is raised on all of
+    them. `about`: what this rank does, for those that do something else.
 
     Communication: a few hundred bytes through the store.
 
@@ -76,7 +76,7 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") ->
 
 
 def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
-    """What `act` returned on this rank, and with `tell` what it returned on each."""
+    """The result of `act` on this rank, and with `tell` that of each."""
     talk, error = _Talk(mesh, owner, about), None
 
     def attempt() -> Any:

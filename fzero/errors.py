@@ -219,7 +219,7 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """What a module says of a name that it has not: those that are like it, or all."""
+    """The error of a module about a name that it has not: those that are like it, or all."""
     known = sorted(known)
     names = difflib.get_close_matches(name, known) or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"

@@ -173,13 +173,13 @@ class Mesh(AbstractMesh):
 
     @property
     def store(self) -> dist.Store:
-        """Where the ranks leave each other notes: messages without a collective."""
+        """The store in which ranks leave each other notes: messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
 
     @property
     def turns(self) -> Turns:
-        """What the ranks do together, one after the other."""
+        """The collective actions of the ranks, one after the other."""
         found = self._turns
         if found is None:
             found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
@@ -366,7 +366,7 @@ def make_mesh(
 def choose_device(
     asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
 ) -> tuple[torch.device, str | None]:
-    """Which device is this process's, and a warning if it could have been a better one.
+    """The device of this process, and a warning if it could have been a better one.
 
     Args:
         asked: what the user asked for, if anything.
@@ -407,8 +407,8 @@ def choose_device(
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other
-    types, or a GPU for several ranks."""
+    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
+    GPU for several ranks."""
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
@@ -499,7 +499,7 @@ def close_mesh() -> None:
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """Which of these keys of a store nobody has set within `timeout` seconds, by position."""
+    """The keys of a store that nobody has set within `timeout` seconds, by position."""
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
     except (dist.DistError, RuntimeError):

@@ -544,13 +544,13 @@ def check_init(init_fn: Any) -> None:
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
-    """What a predicate is asked about: the leaves, without values."""
+    """The arguments of a predicate: the leaves, without values."""
     with compat.no_modes():  # in a trace they are not part of what is traced
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
 
 
 def _not_dense(value: Any, root: str) -> list[str]:
-    """What is wrong with the leaves of a tree that should be dense tensors."""
+    """Problems of a tree whose leaves should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
@@ -558,7 +558,7 @@ def _not_dense(value: Any, root: str) -> list[str]:
 
 
 def _kind(x: Any) -> str:
-    """What a leaf is that is not a dense tensor; nothing of one that is."""
+    """The kind of a leaf that is not a dense tensor; empty for one that is."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)

@@ -202,7 +202,7 @@ def unnamed(tree: Tree, root: str = "") -> list[str]:
 
 
 class Contents:
-    """What the containers of a tree hold, by identity, to tell whether anything was put in place of another since. To
+    """The contents of a tree's containers, by identity, to tell whether anything was put in place of another since. To
     ask takes 40 ns an item, a fifth of what flattening the tree would. A tree is not changed by what is written into
     its tensors."""
 

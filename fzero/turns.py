@@ -86,7 +86,7 @@ class Turns:
             raise error
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
-        """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
+        """The keys of the store that nobody has set in time, by position. What `look` raises ends it sooner."""
         assert self._store is not None
         deadline, nap = time.monotonic() + self._timeout, 1e-4
         patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
@@ -198,7 +198,7 @@ _open: list[Turns] = []
 
 
 def latest() -> Turns | None:
-    """Of the mesh that was made last, if it has several ranks and is open."""
+    """The turns of the mesh that was made last, if it has several ranks and is open."""
     return next((turns for turns in reversed(_open) if turns.is_open), None)
 
 
@@ -211,7 +211,7 @@ def leave_all() -> None:
 
 
 def _host() -> tuple[str, str]:
-    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its
+    """The host as processes see it that know each other by number: the kernel that runs, and the namespace of its
     numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")

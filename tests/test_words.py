@@ -58,3 +58,11 @@ def test_errors_use_the_words_of_the_field(path: Path) -> None:
     texts = [x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)]
     wrong = {x: say for x in texts if isinstance(x, str) for said, say in NOT_SAID.items() if re.search(said, x)}
     assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_a_docstring_names_its_subject(path: Path) -> None:
+    """`The place of a buffer.`, not `Where a buffer lies.`."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    first = {n.name: re.split(r"[\s,:]", text)[0] for n in nodes if (text := ast.get_docstring(n))}
+    assert not {at: word for at, word in first.items() if word in INVERTED - {"When", "From"}}

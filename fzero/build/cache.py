@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Of the library: functions that were compiled together share one."""
+        """The digest of the library: functions that were compiled together share one."""
         return hashlib.sha256(self.library).hexdigest()
 
 
@@ -205,8 +205,8 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
 
 @functools.cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they
-    are compiled on."""
+    """The target of generated code: a CPU's instructions, all of them, because kernels are compiled for the machine
+    they are compiled on."""
     if device.type == "cuda":
         made_by = (
             torch.cuda.get_device_name(device),

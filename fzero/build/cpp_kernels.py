@@ -169,8 +169,8 @@ def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Se
 
 
 def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
-    """Where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have been used
-    for others before."""
+    """The place where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have
+    been used for others before."""
     numel = None
     while True:
         match value:

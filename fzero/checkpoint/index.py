@@ -56,7 +56,7 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     `leaves` has the whole shape and dtype of every leaf by dotted name, tied ones included; `aliases` maps the later
     names of a tied leaf to the first, under which it is stored.
@@ -93,7 +93,7 @@ def show(shape: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
-    """What a checkpoint holds, from its index alone: no data is read.
+    """The contents of a checkpoint, from its index alone: no data is read.
 
     Args:
         path: one step's directory, or the root of several: then its latest.

@@ -35,7 +35,7 @@ def world() -> Ranks:
 def together(
     ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None
 ) -> list[T]:
-    """What `act()` returned on every rank.
+    """The results of `act()` of every rank.
 
     Args:
         undo: run on every rank before raising, if any rank failed.

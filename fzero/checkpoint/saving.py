@@ -37,7 +37,7 @@ from fzero.step import lasting
 
 @dataclass(frozen=True)
 class Plan:
-    """What a save writes: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
+    """The plan of a save: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
     `tensors`."""
 
     step: int

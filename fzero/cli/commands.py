@@ -48,7 +48,7 @@ _PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True)
 class _OfTarget:
-    """What both commands about a step are told. Fields without a default come first."""
+    """The flags of both commands about a step. Fields without a default come first."""
 
     target: Annotated[Positional[str], _TARGET]
     """returns (step, params, batch)"""
@@ -102,7 +102,7 @@ class _OfTarget:
 
 @dataclass(frozen=True)
 class Plan(_OfTarget):
-    """What a step will cost each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
+    """Predicts the cost of a step on each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
 
     trace: Annotated[Path | None, _FILE] = None
     """write the timeline, for ui.perfetto.dev or chrome://tracing"""
@@ -294,7 +294,7 @@ def _bytes(size: str | None) -> int | None:
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
-    """What is wrong with a flag is a `UsageError`."""
+    """Raises problems of flags as a `UsageError`."""
     try:
         yield
     except FzeroError as error:

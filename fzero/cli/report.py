@@ -78,7 +78,7 @@ def print_device(device: Device) -> None:
 
 
 def print_report(found: Report) -> None:
-    """How a transformed step compares with the plain one."""
+    """Prints the comparison of a transformed step with the plain one."""
     _print(found.tables(), "\n".join(found.remarks()))
 
 

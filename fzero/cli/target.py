@@ -88,7 +88,7 @@ def users_code(target: str) -> Iterator[None]:
 
 
 def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
-    """What a target returns, with values drawn for its meta tensors, and how many those were.
+    """The result of a target, with values drawn for its meta tensors, and how many those were.
 
     Args:
         params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide;

@@ -233,7 +233,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one thread moves at a time: consecutive bytes of one file."""
+    """The piece that one thread moves at a time: consecutive bytes of one file."""
 
     transfer: Transfer
     open: _Open

@@ -118,14 +118,14 @@ def _host_memory() -> int:
 
 
 def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 measured, on every rank: all plans must be alike."""
+    """The measurements of rank 0, on every rank: all plans must be alike."""
     box = [measured]
     dist.broadcast_object_list(box, src=0, device=mesh.device if mesh.device_type == "cuda" else None)
     return box[0]
 
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
-    """What processes measure that are started for it, as torchrun would start them."""
+    """The measurements of processes that are started for it, as torchrun would start them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": num_ranks,

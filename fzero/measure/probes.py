@@ -148,8 +148,8 @@ def host_copy(device: torch.device, seconds: float) -> Link:
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half
-    each."""
+    """The bytes/s that a rank sends to the others of the first axis: gathers and reductions through the transport of
+    the mesh, half each."""
     axis, size = next((a, n) for a, n in mesh.axes.items() if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
     carrier: Any = transport(mesh)
@@ -175,8 +175,8 @@ def link(mesh: Mesh, seconds: float) -> Link:
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:
-    """What scratch files are read at, what they are written at, and bytes/s of both together while pieces of the two
-    take turns; by the threads, and in the pieces, that a program's leaves on disk are moved with.
+    """Bytes/s at which scratch files are read, are written, and both together while pieces of the two take turns; by
+    the threads, and in the pieces, that a program's leaves on disk are moved with.
 
     Args:
         seconds: about how long to measure.

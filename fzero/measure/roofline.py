@@ -32,7 +32,7 @@ from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
 
 def limits_of(program: Program, mesh: Mesh) -> Limits | None:
-    """What measures the runs of a program; None for one whose leaves and activations all stay on the device."""
+    """The measurement of a program's runs; None for one whose leaves and activations all stay on the device."""
     if not any(line.op in COPIES for line, _ in program.walk()):
         return None
     return Limits(program, mesh, DeviceClock() if mesh.device.type == "cuda" else HostClock())
@@ -131,7 +131,7 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class _Moving:
-    """What a start returns, and the link that it is on."""
+    """The handle of a start, and the link that it is on."""
 
     link: str
     transfer: Any

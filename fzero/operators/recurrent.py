@@ -141,7 +141,8 @@ network_backward = define(
 
 
 def _rules(library: str) -> dict[Any, Callable[..., Any]]:
-    """What is recorded of a library's operators: `rule(do, overwrite, *args)`, as in fzero/trace/overwrites.py."""
+    """The rules by which a library's operators are recorded: `rule(do, overwrite, *args)`, as in
+    fzero/trace/overwrites.py."""
     forward, backward = _LIBRARIES[library]
 
     def values(op: Any, args: Any) -> dict[str, Any]:

@@ -90,14 +90,14 @@ def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tu
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Of powers of two; exact on every device, as a division is not."""
+    """The inverses of powers of two; exact on every device, as a division is not."""
     return (254 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 
 def multiply(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `scaled_mm` computes: `(a * scale_a) @ (b * scale_b)` with float32 sums, in `dtype`.
+    """Computes `scaled_mm`: `(a * scale_a) @ (b * scale_b)` with float32 sums, in `dtype`.
 
     Args:
         a: float8[m, k].

@@ -126,7 +126,7 @@ def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> f
 
 
 def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | int) -> Any:
-    """What a schedule says of this update: a number, or a tensor of one."""
+    """The value of a schedule in this update: a number, or a tensor of one."""
     value = schedule(count)
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool:
         return value

@@ -17,7 +17,7 @@ from fzero.optim.leaves import reject
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale remembers. Leaves of a step's state, the same on every rank."""
+    """The state of a loss scale. Leaves of a step's state, the same on every rank."""
 
     scale: torch.Tensor  # float32[]: of the next step's loss
     growth_tracker: torch.Tensor  # int64[]: steps since the last overflow or growth

@@ -78,7 +78,7 @@ def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
 
 
 class Coded:
-    """What is done leaf by leaf with moments, done with their codes: decoded before, encoded after. For one walk over
+    """Wraps a function of leaves and their moments to work with codes: decoded before, encoded after. For one walk over
     the leaves, in order."""
 
     def __init__(self, codes: Sequence[Code], scales: Sequence[Tree]):

@@ -18,7 +18,7 @@ _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
 @dataclass(frozen=True)
 class Order:
-    """What an order is free to choose.
+    """The choices that an order is free to make.
 
     Attributes:
         shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
@@ -79,8 +79,7 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 
 def _sources(program: Program) -> dict[str, str]:
-    """What of a leaf is gathered, and what that is of: a cast of a shard of it, or what a gather over another axis has
-    brought."""
+    """The source of each gather of a leaf: a cast of a shard of it, or what a gather over another axis has brought."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     found = {x.out[0].name: x.args[0] for x, _ in program.walk() if x.op == "cast"}
     for line, _ in program.walk():

@@ -304,7 +304,7 @@ class _Rewrite:
         )
 
     def _after_loop(self) -> list[Line]:
-        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the
+        """Remaining reductions of what was added up: of shards over the axes that they are not sharded over, of the
         rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():

@@ -44,7 +44,7 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
 
 
 def num_guessable(program: Program, tiers: Sequence[str]) -> int:
-    """How many updates `guess` would have on a guess."""
+    """The number of updates that `guess` would speculate on."""
     return len(_Guess(program, tiers).updates)
 
 

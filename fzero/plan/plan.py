@@ -79,7 +79,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step of a program costs a rank, predicted. Made by `fz.lower(...).plan` and `train.plan`.
+    """The predicted cost of one step of a program on a rank. Made by `fz.lower(...).plan` and `train.plan`.
 
     Attributes:
         name, mesh: of the program.
@@ -203,7 +203,7 @@ def plan(
     backend: str = "inductor",
     decisions: Sequence[Decision] = (),
 ) -> Plan:
-    """What a finished program costs each rank in one step. No device is touched.
+    """Predicts the cost of a finished program on each rank in one step. No device is touched.
 
     Args:
         program: lowered and ordered.

@@ -53,8 +53,8 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """What the ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's threads are
-    on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
+    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's
+    threads are on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
 
     what: str
     sockets: int = 1

@@ -26,7 +26,7 @@ away."""
 
 
 class PrecisionState(NamedTuple):
-    """What the state remembers of its blocks' precision."""
+    """The counters of blocks' precision in a state."""
 
     overflows: torch.Tensor  # int32[number of parameters]
     underflows: torch.Tensor  # int32[number of parameters]

@@ -44,7 +44,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class InFp8:
-    """Which products of a step are done in 8 bits.
+    """Selects the products of a step that are done in 8 bits.
 
     Attributes:
         selects: whether those with a parameter are.

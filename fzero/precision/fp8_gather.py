@@ -136,7 +136,7 @@ def _block_of(weight: fx.Node) -> fx.Node:
 
 @functools.lru_cache(maxsize=256)
 def _scales(facts: tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...], device: torch.device) -> Recorded:
-    """Of leaves with these shapes and dtypes, in other dtypes, their scales."""
+    """The scales of leaves with these shapes and dtypes, in other dtypes."""
     mode = compat.FakeTensorMode()
     with mode:
         fakes = [compat.new_fake(mode, shape, dtype, device) for shape, dtype, _ in facts]

@@ -61,7 +61,7 @@ def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
 def gradient_statistics(
     watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """What the gradients of each watched block are like, in float32.
+    """Statistics of the gradients of each watched block, in float32.
 
     Args:
         watched: n blocks.
@@ -117,7 +117,7 @@ def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Ten
 
 
 def _above(names: Sequence[str]) -> str:
-    """What lies above all of these leaves in their tree."""
+    """The path that lies above all of these leaves in their tree."""
     above = [name.split(".")[:-1] for name in names]
     same = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*above, strict=False))
     return ".".join(keys[0] for keys in same)

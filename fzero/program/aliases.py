@@ -22,7 +22,7 @@ class Aliases:
         self._outputs: dict[str, list[Output]] = {}
 
     def outputs(self, name: str) -> list[Output]:
-        """Where each result of a function lies."""
+        """The place of each result of a function."""
         if name not in self._outputs:
             self._outputs[name] = output_storages(self._functions[name].graph)
         return self._outputs[name]

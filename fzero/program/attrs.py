@@ -151,7 +151,7 @@ class UpdateAttrs(Attrs):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsAttrs(Counted):
-    """How often the lines of its own are carried out; as plans count, where that is settled at run time."""
+    """The number of times that its own lines are carried out; as plans count, where that is settled at run time."""
 
     count: int = field()
 

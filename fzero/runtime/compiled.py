@@ -121,7 +121,7 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """What the program that ran last costs each rank, as built for this machine's device."""
+        """The cost of the program that ran last on each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             functions = {
                 name: replace(f, graph=on_device(f.graph, self.mesh.device))
@@ -212,7 +212,7 @@ class Compiled:
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
-        """What the step's functions read now beside their arguments."""
+        """The settings of the step's functions: what they read now beside their arguments."""
         start = perf_counter()
         found = settings(*self._functions(), strict=False)
         self._looking = perf_counter() - start
@@ -243,7 +243,7 @@ class Compiled:
         return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
 
     def _rates(self) -> Budget | None:
-        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts
+        """The rates that budgets and choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
         if self._budget is None and (
             self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)

@@ -173,7 +173,7 @@ class CompiledStep(Compiled):
             self.step, self._chosen, _ = resolve(self.step, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
-        """What stands in a new state for the leaves off the device."""
+        """Places in a new state for the leaves off the device."""
         self._last.let_go()  # a state that nobody else holds any more makes room for the new one
         self._guesses = (None, None, False)
         return storage.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
@@ -311,7 +311,8 @@ class CompiledStep(Compiled):
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
-        """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
+        """The executable that a step of this state on such a batch runs: lowered and built, if it was not yet, and not
+        run."""
         params = self._inputs(state)
         if not self._last.begun:
             self._begin(state, params)
@@ -372,7 +373,7 @@ class CompiledStep(Compiled):
         )
 
     def _make_safer(self, state: State, params: Inputs) -> None:
-        """What a program is built of goes by the counts of the state at hand."""
+        """Promotes blocks by the counts of the state at hand, before a program is built."""
         self.step = self._safer.before_build(self.step, params, state)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:

@@ -211,8 +211,8 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`:
-    see `unplaced`."""
+    """The differences between the leaves of a state and those that a step expects; tied leaves rest as the first of
+    them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -225,7 +225,7 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """How what is made anew, and the loss scale, of a state differ from those that a step expects."""
+    """The differences between the extras of a state, made anew or a loss scale, and those that a step expects."""
     roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: path for name, (path, _) in KEPT.items()}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
@@ -264,7 +264,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """How a leaf rests; its tier only if that is what sets it apart from the other."""
+    """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

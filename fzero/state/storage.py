@@ -46,8 +46,8 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
 def reserve(
     step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str
 ) -> dict[str, torch.Tensor]:
-    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before
-    any leaf is made.
+    """Reserves places in a new state for the leaves off the device; raises if the state is more than the budgets,
+    before any leaf is made.
 
     Args:
         step: what rests where is decided.

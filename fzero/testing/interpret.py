@@ -51,7 +51,7 @@ class Interpreter:
         self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
 
     def valid_range(self, line: Line) -> tuple[int, int]:
-        """Which elements of the flattened leaf that a line is about are this rank's."""
+        """The range of the flattened leaf that a line is about which is this rank's."""
         return Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes)).valid_range(self.mesh)
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter

@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def collected() -> Iterator[list[torch.Tensor]]:
-    """What is noted inside, bool[] each: whether the function would have raised."""
+    """The conditions noted inside, bool[] each: whether the function would have raised."""
     failed: list[torch.Tensor] = []
     token = _failed.set(failed)
     try:

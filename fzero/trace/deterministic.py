@@ -15,7 +15,7 @@ from fzero import compat
 
 
 class Setting(NamedTuple):
-    """How the switch stands. `fill`: whether memory that nobody has written yet is filled with NaN."""
+    """The position of the switch. `fill`: whether memory that nobody has written yet is filled with NaN."""
 
     enabled: bool
     warn_only: bool
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
 
 def setting() -> Setting:
-    """Of this process, now."""
+    """The setting of this process, now."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return Setting(
         enabled,

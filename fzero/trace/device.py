@@ -90,7 +90,7 @@ def on_host(graph: Recorded) -> Recorded:
 
 
 def _nowhere(value: Any) -> Any:
-    """What a value looks like, on no device."""
+    """The metadata of a value, on no device."""
     return (
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

@@ -452,7 +452,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
-    """What a rank has of a node, cut so or whole."""
+    """A rank's part of a node, cut so or whole."""
     value = node.meta["val"]
     if shard is None or not isinstance(value, torch.Tensor):
         return value

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Output(NamedTuple):
-    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of
+    """The storage of a result of a function: in argument number `argument`, or in a new storage, known by `root`, of
     `nbytes`."""
 
     argument: int | None

@@ -19,7 +19,8 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Autocast(NamedTuple):
-    """Of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves are kept."""
+    """The autocast of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves
+    are kept."""
 
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]

@@ -210,9 +210,8 @@ def offload(
 
 
 class Tiers(NamedTuple):
-    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it
-    waits, its gradient, unless the plan says
-    so: each one of `layout.TIERS`."""
+    """The tiers of a parameter, its optimizer state, the copy that is computed with, if it is a master, and, if it
+    waits, its gradient, unless the plan says so: each one of `layout.TIERS`."""
 
     param: str
     opt_state: str
@@ -226,7 +225,7 @@ def tiers_of(
     ties: Sequence[int] | None = None,
     casts: Callable[[Leaf], bool] = lambda leaf: False,
 ) -> list[Tiers]:
-    """Of each parameter the tier it rests on, and those of what goes with it.
+    """For each parameter the tier it rests on, and those of what goes with it.
 
     Args:
         records: those of a step.
@@ -268,8 +267,8 @@ def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> l
 
 
 def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which of these to take for a fraction of their sum, one after the other: each if that brings the share so far
-    closest to it.
+    """Selects from these a fraction of their sum, one after the other: each if that brings the share so far closest to
+    it.
 
     Example:
         >>> spread_out([4, 4, 4, 4], 0.5)

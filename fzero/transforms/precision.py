@@ -47,7 +47,7 @@ class MixedPrecision(Transform):
 
     @property
     def scaling(self) -> LossScale | None:
-        """How the loss is scaled, if it is."""
+        """The loss scale, if there is one."""
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:

@@ -19,7 +19,7 @@ Where = Predicate
 
 @dataclass(frozen=True)
 class Parallel(Transform):
-    """What the four have in common: axes, and how much is sharded over them (`stage`)."""
+    """The common part of the four specs: axes, and how much is sharded over them (`stage`)."""
 
     axis: str | tuple[str, ...] = "data"
     where: Where | None = None
@@ -213,7 +213,7 @@ def _named(axes: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Zero:
-    """What the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
+    """The sharding that the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
 
     records: tuple[Parallel, ...]
     mesh: AbstractMesh

@@ -152,7 +152,7 @@ def _made(found: Kernels, i: int) -> int:
 
 
 def _least_first(found: Kernels) -> list[int]:
-    """Of the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
+    """Among the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
     least."""
     takes, followers = [_made(found, i) + k.vanishing for i, k in enumerate(found.kernels)], _successors(found)
     touched = [{b for b in (*k.reads, *k.writes) if b not in found.inputs} for k in found.kernels]
