@@ -35,12 +35,6 @@ COMPUTE = "extras['compute']"
 """The path of what a model computes with, where its parameters are masters that rest off the device."""
 GRADIENTS = "extras['gradients']"
 """The path of what gradients wait in that wait on disk."""
-LOSS_SCALE = "extras['loss_scale']"
-"""The path of what a loss scale remembers."""
-PRECISION = "extras['precision']"
-"""The path of what is counted of each parameter's precision."""
-FP8 = "extras['fp8']"
-"""The path of what products in 8 bits remember of their operands."""
 
 
 @dataclass(frozen=True)
@@ -334,3 +328,8 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
         if yes and no:
             problems.append(f"{every} are one tensor: `{predicate}` accepts {yes}, not {no}")
     return problems
+
+
+def slot_path(name: str, field: str) -> str:
+    """The path of a leaf of a state slot (fzero/lowering/slots.py)."""
+    return f"extras['{name}'].{field}"

@@ -357,6 +357,62 @@ def test_hops_are_equal_to_one_axis(run_ranks):
         assert losses == pytest.approx(flat, rel=1e-6)
 
 
+def more_of(path: str) -> dict[str, tuple[list[Any], Any]]:
+    """Other transforms and optimizers: 8-bit gathers and states, masters, loss scales, other tiers, other orders."""
+    plain = optim.adamw(1e-3)
+    return {
+        "fp8": ([fz.mixed_precision("bf16"), fz.fp8(scaling="delayed")], clipped()),
+        "fp16": ([fz.mixed_precision("fp16"), fz.accumulate(2)], clipped()),
+        "bf16 at rest": ([fz.mixed_precision("bf16", params="bf16")], plain),
+        "8-bit state": ([fz.remat("none"), fz.accumulate(2)], optim.adamw(1e-3, state_dtype="int8")),
+        "trust ratios": ([fz.accumulate(2, vertical=True)], optim.lamb(1e-3)),
+        "host": ([fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))], clipped()),
+        "disk": ([fz.offload("nvme", ("opt_state", "gradients"), path=path)], plain),
+    }
+
+
+def born(key: torch.Tensor) -> Any:
+    """Matrices that can be multiplied in 8 bits, and quantised by blocks."""
+    keys = fz.random.split(key, 4)
+    up, down = (
+        [fz.random.normal(k, shape) / 8 for k in ks] for ks, shape in ((keys[:2], (64, 80)), (keys[2:], (80, 64)))
+    )
+    return {
+        "layers": [{"up": u, "bias": torch.zeros(80), "down": d} for u, d in zip(up, down, strict=True)],
+        "scale": torch.ones(64),
+    }
+
+
+def beside(axes: dict[str, int], ways: list[str], path: str) -> dict[tuple[str, str], Any]:
+    """By other transforms and way: losses of three steps, and the parameters after them."""
+    meshes = {unified: fz.make_mesh(unified_memory=unified, **axes) for unified in (True, False)}
+    out = {}
+    for name, (transforms, optimizer) in more_of(path).items():
+        mesh = meshes[name != "host"]
+        for way in ways:
+            spread = WAYS.get(way, [fz.shard_params()])
+            step = fz.compose(*spread, *transforms)(fz.train_step(loss_fn, optimizer))
+            train = fz.compile(step, mesh, backend="eager")
+            state, losses = train.init(born, fz.random.key(1)), []
+            for seed in range(3):
+                batch = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed))
+                state, metrics = train(state, batch[mesh.rank * 32 :][:32])
+                losses.append(metrics["loss"].item())
+            out[name, way] = losses, fz.tree.leaves(train.gather(state).params)
+    return out
+
+
+@pytest.mark.timeout(600)
+def test_beside_other_transforms_it_is_as_over_one_axis(run_ranks, tmp_path):
+    flat = run_ranks(4, beside, {"data": 4}, ["flat"], str(tmp_path), timeout=240)[0]
+    hops = run_ranks(4, beside, AXES, ["once", "params by data"], str(tmp_path), timeout=240)[0]
+    for (name, way), (losses, got) in hops.items():
+        want = flat[name, "flat"]
+        assert losses == pytest.approx(want[0], rel=1e-6), (name, way)
+        for a, b in zip(got, want[1], strict=True):
+            assert (a.float() - b.float()).norm() <= 1e-6 * b.float().norm(), (name, way)
+
+
 def mean_loss(params: Any, batch: torch.Tensor) -> Any:
     return fz.weighted(loss_fn(params, batch) * len(batch), len(batch))
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.layout import LOSS_SCALE
+from fzero.layout import slot_path
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, record_update
@@ -49,7 +49,7 @@ def lower_train(t: Training) -> Lowered:
     lines += more
     places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
     if t.precision.loss_scale is not None:
-        places.append((f"{LOSS_SCALE}.scale", (), torch.float32))
+        places.append((slot_path("loss_scale", "scale"), (), torch.float32))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))

@@ -15,13 +15,11 @@ import torch
 from fzero import compat, tree
 from fzero.arguments import accepts_none
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
+from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, ties, torn_ties
+from fzero.lowering.slots import SLOTS
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
-from fzero.optim.loss_scale import LossScaleState
-from fzero.precision.counters import PrecisionState
-from fzero.precision.delayed import FORMATS, Fp8State
 from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
@@ -276,21 +274,8 @@ def batch_inputs(batch: Any) -> Inputs:
 
 def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
     """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
-    precision = find(step.transforms, MixedPrecision)
     leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
-    if precision_of(step).loss_scale is not None:
-        dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
-        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
-    if precision is not None and precision.auto:
-        leaves += [
-            Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32))
-            for name in PrecisionState._fields
-        ]
-    if (fp8 := find(step.transforms, Fp8)) is not None and fp8.history is not None:
-        leaves += [
-            Leaf(f"{FP8}.{name}", "fp8", (fp8.history, len(FORMATS), len(params.ties)), Layout(torch.float32))
-            for name in Fp8State._fields
-        ]
+    leaves += [leaf for row in SLOTS.values() for leaf in row.table(step, params)]
     return {leaf.path: leaf for leaf in leaves}
 
 

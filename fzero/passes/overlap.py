@@ -96,13 +96,16 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
 
 def _hops(lines: Sequence[Line]) -> dict[str, int]:
     """For each gather whose results are gathered further, over other axes, how often they are."""
-    brought = {x.args[0]: {v.name for v in x.out} for x in lines if OPS[x.op].waits}
+    brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    # of each value that is gathered further, by which gathers
+    readers: dict[str, list[str]] = {}
     found: dict[str, int] = {}
     for line in reversed([x for x in lines if x.op == _GATHER]):
-        read = brought.get(line.out[0].name, set())
-        further = [found.get(x.out[0].name, 0) for x in lines if x.op == _GATHER and not read.isdisjoint(x.args)]
-        if further:
-            found[line.out[0].name] = 1 + max(further)
+        handle = line.out[0].name
+        if further := [found.get(h, 0) for v in brought.get(handle, ()) for h in readers.get(v.name, ())]:
+            found[handle] = 1 + max(further)
+        for a in line.args:
+            readers.setdefault(a, []).append(handle)
     return found
 
 

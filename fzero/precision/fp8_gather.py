@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.layout import FP8
+from fzero.layout import slot_path
 from fzero.operators.scaled_matmul import E4M3, amax, scale_of
 from fzero.precision import delayed
 from fzero.precision.delayed import Slot
@@ -107,7 +107,7 @@ def in_8_bits(
         calls.append(
             Line(
                 "call",
-                (f"{FP8}.history",),
+                (slot_path("fp8", "history"),),
                 values,
                 functions.add("fp8_scales", made),
                 CallAttrs(scales="history"),

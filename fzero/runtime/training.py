@@ -28,6 +28,7 @@ from fzero.lowering.layouts import (
     recorded,
 )
 from fzero.lowering.lower import Lowered, resolve
+from fzero.lowering.slots import SLOTS, slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh, return_freed_memory
 from fzero.passes.speculate import guessed_leaves
@@ -38,14 +39,12 @@ from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
 from fzero.state import gather, initialize, storage
 from fzero.state.assemble import (
-    KEPT,
     Last,
     abstract_state,
     assembled,
     check_layouts,
     check_memory,
     check_values,
-    kept,
     placed_inputs,
     state_leaves,
 )
@@ -160,7 +159,7 @@ class CompiledStep(Compiled):
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
         state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
-        self._last.keep(inputs, state.params, state.opt_state)
+        self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
         return state
@@ -220,7 +219,7 @@ class CompiledStep(Compiled):
                 strict=True,
             )
         )
-        for role in KEPT:
+        for role in SLOTS:
             held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
             if not held:  # of a step without it: it begins anew
                 names = {n: leaf for n, leaf in names.items() if leaf.role != role}
@@ -230,7 +229,7 @@ class CompiledStep(Compiled):
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:
             # before what follows from the dtypes is laid out
             found = checkpoint.read(index, counted, self.mesh)
-            counts = kept({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
+            counts = slots_of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self.step = self._safer.resolved(self.step, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(index, names, self.mesh, into=places)
@@ -239,7 +238,7 @@ class CompiledStep(Compiled):
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
         rest = {p: by_path[p] for p in extras if p in by_path}
         state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
-        self._last.keep(inputs, state.params, state.opt_state)
+        self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         return state
 
     @alone("gather")
@@ -426,7 +425,7 @@ class CompiledStep(Compiled):
 
     def _inputs(self, state: State) -> Inputs:
         check_state(state, "make one with train.init or train.restore")
-        if not self._last.holds(state.params, state.opt_state):
+        if not self._last.holds(state.params, state.opt_state, extras=state.extras):
             check_params(state.params)
             check_values("step", params=state.params, opt_state=state.opt_state)
             check_memory("step", params=state.params, opt_state=state.opt_state)
@@ -439,5 +438,5 @@ class CompiledStep(Compiled):
             known = self._last.inputs
             if known is None or not known.alike(found):
                 known = self._known(found)
-            self._last.keep(known, state.params, state.opt_state)
+            self._last.keep(known, state.params, state.opt_state, extras=state.extras)
         return self._last.checked()
