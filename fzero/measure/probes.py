@@ -148,7 +148,7 @@ def host_copy(device: torch.device, seconds: float) -> Link:
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """The bytes/s of a rank to the others of the fastest axis, which is the last: gathers and reductions through the
+    """The bytes/s of a rank to the others of the fastest axis, the last: gathers and reductions through the
     transport of the mesh, half each."""
     axis, size = next((a, n) for a, n in reversed(mesh.axes.items()) if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
