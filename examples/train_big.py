@@ -277,14 +277,14 @@ def amount(text: str) -> int:
     try:
         return parse_bytes(text)
     except fz.errors.FzeroError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, as 2GB and 512MiB are") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, as 2GB and 512MiB are") from None
 
 
 def number(text: str) -> int:
     try:
         return int(float(text.rstrip("KMB")) * {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, as 500M and 1.5B are") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, as 500M and 1.5B are") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Host memory: where leaves of a state rest and where a program's copies lie. On CUDA it is page-locked."""
+"""Allocates host memory, for leaves of a state that rest there and for what a program copies. On CUDA it is page-locked."""
 
 from __future__ import annotations
 

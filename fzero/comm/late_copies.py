@@ -20,7 +20,7 @@ from fzero.errors import TierError, message
 
 
 class LateCopies:
-    """Of a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
+    """Copies on a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
 
     A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
     it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format.

@@ -1,4 +1,4 @@
-"""Sharding a pure function by propagation: an optimizer's update, its init, an init function.
+"""Propagates sharding through a pure function: an optimizer's update, its init, an init function.
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
@@ -452,7 +452,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
-    """What a rank has of a node, cut so or whole."""
+    """A rank's part of a node, cut so or whole."""
     value = node.meta["val"]
     if shard is None or not isinstance(value, torch.Tensor):
         return value
