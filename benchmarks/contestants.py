@@ -155,11 +155,7 @@ def least_bytes(program: Any) -> int:
 
     lines, role, values = [line for line, _ in program.walk()], roles(program), program.values()
     gathers = [sum(values[a].nbytes for a in line.args) for line in lines if line.op == "all_gather_start"]
-    kept = [
-        sum(v.nbytes for v in line.out if role[v.name] == "saved")
-        for line in lines
-        if line.attrs.get("backward") is False
-    ]
+    kept = [sum(v.nbytes for v in line.out if role[v.name] == "saved") for line in lines if line.is_forward]
     return resting_bytes(program) + max(a + b for a, b in itertools.pairwise(gathers)) + sum(kept) + kept[-1]
 
 

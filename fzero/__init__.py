@@ -1,4 +1,4 @@
-"""fzero: a JAX-style functional sharding framework for PyTorch.
+"""Trains PyTorch models too large for one device: a JAX-style functional sharding framework.
 
 Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you
 can print.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fzero.transforms.accumulate import accumulate
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
+    from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.precision import mixed_precision
     from fzero.transforms.remat import remat
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
@@ -56,6 +57,7 @@ _HOME = {
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
     "move": "state.move",
+    "once_a_step": "transforms.once_a_step",
     "offload": "transforms.offload",
     "remat": "transforms.remat",
     "shard_grads": "transforms.shard",
@@ -95,6 +97,7 @@ __all__ = [
     "mixed_precision",
     "move",
     "offload",
+    "once_a_step",
     "optim",
     "random",
     "remat",

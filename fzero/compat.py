@@ -1,4 +1,4 @@
-"""The only file that touches private PyTorch names. Each is tested against every supported release
+"""Wraps private PyTorch names, and is the only file that touches them. Each is tested against every supported release
 (tests/test_compat.py)."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def attributes(x: torch.Tensor) -> list[str]:
 
 
 def gradient_hooks(x: torch.Tensor) -> int:
-    """How many hooks a tensor has that run when a gradient was added to its own."""
+    """The number of a tensor's hooks that run when a gradient was added to its own."""
     return len(x._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
 
 
@@ -144,7 +144,7 @@ def functorch_active() -> bool:
 
 
 def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all
+    """The results of `fn(*inputs)`, with operations that return new values in place of those that overwrite, and all
     others as they are (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
     torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
     try:
@@ -270,7 +270,7 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What Inductor makes of a graph before any C++ is compiled: a Python module as text, and which of the graph's
+    """Inductor's output for a graph before any C++ is compiled: a Python module as text, and which of the graph's
     inputs it writes."""
 
     text: str
@@ -356,15 +356,14 @@ def use_inductor_settings(settings: bytes) -> None:
 
 
 def inductor_settings_text() -> str:
-    """What of Inductor's settings decides what it generates, the same in every process."""
+    """The settings of Inductor that decide what it generates, the same in every process."""
     import torch._inductor.config as config
 
     return repr(sorted(config.save_config_portable().items()))
 
 
 def inductor_names() -> dict[str, Any]:
-    """What the Python that Inductor generates for the CPU refers to by name. None of it needs Inductor itself, or
-    Dynamo."""
+    """The names that Inductor's generated Python for the CPU refers to. None of it needs Inductor itself, or Dynamo."""
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     return {
         "torch": torch,

@@ -1,4 +1,4 @@
-"""Errors are part of the interface: every failure at once, named by path, with a fix.
+"""Defines errors, a part of the interface: every failure at once, named by path, with a fix.
 
 All errors fzero raises on purpose subclass `FzeroError` and the built-in class a caller would expect.
 `message` lays them out the same way everywhere:
@@ -13,55 +13,184 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "FzeroError",
+    "FzeroValueError",
+    "FzeroTypeError",
+    "TransformError",
+    "TraceError",
+    "BudgetError",
+    "VerifyError",
+    "DivergenceError",
+    "BusyError",
+    "TierError",
+    "LossScaleError",
+    "EquivalenceError",
+    "CheckpointError",
+]
+
 
 class FzeroError(Exception):
-    """Base class of every error raised by fzero."""
+    """Base class of every error raised by fzero.
+
+    Example:
+        >>> import fzero as fz
+        >>> try:
+        ...     fz.AbstractMesh(data=0)
+        ... except fz.errors.FzeroError as error:
+        ...     print(type(error).__name__)
+        FzeroValueError
+    """
 
 
 class FzeroValueError(FzeroError, ValueError):
-    """A value that cannot work: an unknown axis, a batch that does not divide, a loss that is not a scalar."""
+    """An invalid value: an unknown axis, a batch that does not divide, a loss that is not a scalar.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.remat("most")
+        Traceback (most recent call last):
+            ...
+        fzero.errors.FzeroValueError: fzero.remat: unknown policy 'most'
+        Fix: one of 'full', 'min_cut', 'none', 'auto', or a fraction: remat(0.5)
+    """
 
 
 class FzeroTypeError(FzeroError, TypeError):
-    """A value of the wrong kind: a parameter that is not a tensor, a block that returns a string."""
+    """A value of the wrong kind: a parameter that is not a tensor, a block that returns a string.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.shard_params(lambda params, batch: 0.0)
+        Traceback (most recent call last):
+            ...
+        fzero.errors.FzeroTypeError: fzero.shard_params: transforms a step, not function
+        Fix: fz.shard_params(...)(fz.train_step(loss_fn, optimizer))
+    """
 
 
 class TransformError(FzeroValueError):
-    """Two transforms that contradict each other, or one that cannot be applied."""
+    """Two transforms that contradict each other, or one that cannot be applied.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.accumulate(2)(fz.accumulate(4)(fz.train_step(lambda p, x: x.sum(), fz.optim.sgd(0.1))))
+        Traceback (most recent call last):
+            ...
+        fzero.errors.TransformError: fzero.accumulate: conflicts with accumulate(num_micro_batches=4)
+          accumulate(num_micro_batches=2)
+          accumulate(num_micro_batches=4)
+          two different accumulate
+        Fix: apply one of the two
+    """
 
 
 class TraceError(FzeroValueError):
-    """A function that cannot be traced: mutated inputs, closure tensors, data-dependent control flow."""
+    """A function that cannot be traced: mutated inputs, closure tensors, data-dependent control flow.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> data = torch.ones(2)
+        >>> step = fz.train_step(lambda p, x: (p["w"] * data).sum(), fz.optim.sgd(0.1))
+        >>> try:
+        ...     fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.ones(2)}, torch.ones(2))
+        ... except fz.errors.TraceError as error:
+        ...     print(str(error).splitlines()[0])
+        fzero.train_step: reads a tensor that is not one of its arguments
+    """
 
 
 class BudgetError(FzeroValueError):
-    """A step that does not fit the memory it may have."""
+    """A step that does not fit the memory it may have.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.ones(64, 64)}, torch.ones(2, 64)
+        >>> try:
+        ...     fz.lower(step, fz.AbstractMesh(data=1), params, batch, memory_budget="1KB")
+        ... except fz.errors.BudgetError as error:
+        ...     print(str(error).splitlines()[0])
+        fzero.memory_budget: the step does not fit
+    """
 
 
 class VerifyError(FzeroValueError):
-    """A program that breaks one of its own rules. Never raised for a user's mistake: it is a bug in a rewrite."""
+    """A program that breaks one of its own rules. Never raised for a user's mistake: it is a bug in a rewrite.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import torch, fzero as fz
+        >>> from fzero.program.verify import verify
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.optim.sgd(0.1))
+        >>> program = fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.ones(2)}, torch.ones(2, 2)).program
+        >>> try:
+        ...     verify(replace(program, lines=program.lines[1:]))
+        ... except VerifyError as error:
+        ...     print(str(error).splitlines()[0])
+        fzero.verify: the program of <lambda> breaks its rules
+    """
 
 
 class DivergenceError(FzeroError, RuntimeError):
     """Ranks that would run different programs or hold different values of the same leaves, or that did not come to
-    compare them."""
+    compare them.
+
+    Example:
+        >>> issubclass(DivergenceError, RuntimeError)
+        True
+    """
 
 
 class BusyError(FzeroError, RuntimeError):
-    """A call that needs a mesh to itself while another thread is using it."""
+    """A call that needs a mesh to itself while another thread is using it.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> mesh = fz.make_mesh(data=1)
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> train = fz.compile(step, mesh, backend="eager")
+        >>> with mesh.alone("something else"):
+        ...     try:
+        ...         train.init({"w": torch.ones(2)})
+        ...     except fz.errors.BusyError as error:
+        ...         print(str(error).split(":")[0])
+        fzero.init
+    """
 
 
 class TierError(FzeroError, RuntimeError):
     """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint
-    is not."""
+    is not.
+
+    Example:
+        >>> issubclass(TierError, RuntimeError)
+        True
+    """
 
 
 class LossScaleError(FzeroError, RuntimeError):
-    """Gradients that overflow though the loss scale is as low as it may be."""
+    """Gradients that overflow though the loss scale is as low as it may be.
+
+    Example:
+        >>> issubclass(LossScaleError, RuntimeError)
+        True
+    """
 
 
 class EquivalenceError(FzeroError, AssertionError):
-    """A transformed step that does not do what the plain step does. `report` says by how much, and where it begins."""
+    """A transformed step that does not do what the plain step does. `report` says by how much, and where it begins.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.1))  # a sum is not a mean
+        >>> step = fz.accumulate(2)(step)
+        >>> try:
+        ...     fz.testing.check_equivalent(step, {"w": torch.ones(3)}, torch.ones(4, 3), fz.make_mesh(data=1))
+        ... except fz.errors.EquivalenceError as error:
+        ...     print(error.report.equivalent)
+        False
+    """
 
     def __init__(self, text: str, report: object = None):
         super().__init__(text)
@@ -69,7 +198,16 @@ class EquivalenceError(FzeroError, AssertionError):
 
 
 class CheckpointError(FzeroValueError):
-    """A checkpoint that is missing, damaged, incomplete or of another model."""
+    """A checkpoint that is missing, damaged, incomplete or of another model.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.checkpoint.latest("nowhere")
+        Traceback (most recent call last):
+            ...
+        fzero.errors.CheckpointError: fzero.checkpoint: nowhere is not there
+        Fix: give the path that fz.checkpoint.save was given
+    """
 
 
 def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None = None) -> str:
@@ -81,7 +219,7 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """What a module says of a name that it has not: those that are like it, or all."""
+    """The error of a module about a name that it has not: those that are like it, or all."""
     known = sorted(known)
     names = difflib.get_close_matches(name, known) or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"

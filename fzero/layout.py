@@ -1,8 +1,13 @@
-"""How a leaf rests: over which mesh axes it is sharded, on which tier, in which dtype.
+"""Describes the layout of a leaf at rest: the mesh axes it is sharded over, its tier, its dtype.
 
 A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-padded to a multiple of the number of
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
 number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
+
+[Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and
+so on. What is gathered over the last axis is then a shard over those before it, contiguous too. For that all of them
+are cut from the same padded whole: the *grid* is the axes of the finest cut that a leaf has anywhere (of its optimizer
+state), which begin with its own, and padding is for the grid.
 
 [Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that
 no *block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same
@@ -30,22 +35,21 @@ COMPUTE = "extras['compute']"
 """The path of what a model computes with, where its parameters are masters that rest off the device."""
 GRADIENTS = "extras['gradients']"
 """The path of what gradients wait in that wait on disk."""
-LOSS_SCALE = "extras['loss_scale']"
-"""The path of what a loss scale remembers."""
-PRECISION = "extras['precision']"
-"""The path of what is counted of each parameter's precision."""
-FP8 = "extras['fp8']"
-"""The path of what products in 8 bits remember of their operands."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes a leaf is sharded over (`()`: whole on every rank), its tier (one of `TIERS`), and the dtype it is
-    stored in."""
+    """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`),
+    the dtype it is stored in, and the axes that it is padded for where they are more than its own ([Note: several
+    axes])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     tier: str = "device"
+    grid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
 
 
 class Storage(Protocol):
@@ -63,8 +67,8 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is
-    where the next value can be written before it counts (fzero/passes/speculate.py)."""
+    """The place of a leaf on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the
+    next value can be written before it counts (fzero/passes/speculate.py)."""
 
     files: Storage
     offset: int
@@ -78,8 +82,8 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it keeps while
-    it is away."""
+    """The place where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it
+    keeps while it is away."""
 
     tier: str
     extent: Extent | None = None
@@ -112,7 +116,7 @@ class Leaf:
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
-        return shard_numel(self.shape, self.num_shards(mesh))
+        return shard_numel(self.shape, self.num_shards(mesh), mesh.axis_size(self.layout.grid))
 
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes else self.shape
@@ -141,19 +145,40 @@ BLOCK = 256  # elements, see [Note: blocks]
 
 
 def granule(shape: Sequence[int]) -> int:
-    """What the number of elements of a shard of a leaf of this shape is a multiple of, see [Note: blocks]."""
+    """The number of which the elements of a shard of a leaf of this shape are a multiple, see [Note: blocks]."""
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 
-def shard_numel(shape: Sequence[int], size: int) -> int:
-    """Elements of each of `size` shards of a leaf of this shape, with padding.
+class Cut(NamedTuple):
+    """The cut of leaves into flat shards: over which axes, into how many, and for how many they are padded, if those
+    are more."""
+
+    axes: tuple[str, ...]
+    size: int
+    grid: int = 1
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of each shard of a leaf of this shape, with padding."""
+        return shard_numel(shape, self.size, self.grid)
+
+
+def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that a shard over `axes` is padded for, if they are more than its own; else none."""
+    return grid if axes and grid != axes else ()
+
+
+def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
+    """Elements of each of `size` shards of a leaf of this shape, with padding; `grid`: for how many shards it is
+    padded, if they are more.
 
     Example:
         >>> shard_numel((10,), 4), shard_numel((64, 70), 4), shard_numel((64, 70), 1)
         (3, 1280, 4480)
+        >>> shard_numel((9,), 2), shard_numel((9,), 2, 4)
+        (5, 6)
     """
-    numel, unit = math.prod(shape), granule(shape)
-    return numel if size == 1 else -(-numel // (size * unit)) * unit
+    numel, unit, finest = math.prod(shape), granule(shape), max(size, grid)
+    return numel if size == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
@@ -172,8 +197,8 @@ def padded(nbytes: int) -> int:
 
 
 def apart(sizes: Sequence[int]) -> list[int]:
-    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each
-    at a sector, with a gap of 68 KiB behind every 16 MiB.
+    """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
+    ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
 
     An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart
     as all parameters take bytes; if that is a multiple of 2^28 the same cache sets hold all of them, and the update
@@ -235,7 +260,7 @@ def set_extent(tensor: torch.Tensor, extent: Extent) -> None:
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Where on disk a tensor of a state rests; None for one that is in memory."""
+    """The extent on disk of a tensor of a state; None for one that is in memory."""
     return getattr(tensor, "_fzero_extent", None)
 
 
@@ -258,7 +283,7 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
 
 
 def home_of(tensor: torch.Tensor) -> Home:
-    """Where the step that made a placed tensor keeps it: where it is, if it was not moved."""
+    """The place where the step that made a placed tensor keeps it: where it is, if it was not moved."""
     known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
     assert known is not None
     return home or Home(known[0].layout.tier, extent_of(tensor))
@@ -279,7 +304,7 @@ def ties(flat: list[Any]) -> list[int]:
 
 
 def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool], predicate: str) -> list[str]:
-    """What is wrong where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
+    """Problems where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
 
     Args:
         paths: of the leaves.
@@ -303,3 +328,8 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
         if yes and no:
             problems.append(f"{every} are one tensor: `{predicate}` accepts {yes}, not {no}")
     return problems
+
+
+def slot_path(name: str, field: str) -> str:
+    """The path of a leaf of a state slot (fzero/lowering/slots.py)."""
+    return f"extras['{name}'].{field}"

@@ -1,4 +1,4 @@
-"""Named axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+"""Names axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
 
 The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
 row-major order of the axes as given. A mesh of one device needs no process group.
@@ -6,7 +6,6 @@ row-major order of the axes as given. A mesh of one device needs no process grou
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import importlib.util
 import itertools
@@ -23,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from fzero import compat, launcher
+from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.exclusive import Exclusive, Holding
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
-AXES = ("replica", "data", "expert", "seq", "pipe", "model")
+AXES = ("node", "replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
 
 _MOST_DEVICES = 2**20  # a plan lists the ranks along an axis
@@ -95,22 +95,42 @@ class AbstractMesh:
         return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory, self.gpu_direct
 
 
+class Context:
+    """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
+
+    Attributes:
+        transport: moves data between its ranks (comm/transport.py).
+        copies: copy between its device and the host (comm/host.py).
+        turns: what its ranks do together.
+        exclusive: held by what has the mesh to itself.
+    """
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.copies: Any = None
+        self.turns: Turns | None = None
+        self.exclusive = Exclusive()
+
+
 @dataclass(frozen=True, eq=False)
 class Mesh(AbstractMesh):
-    """A mesh this process is part of. Made by `make_mesh`."""
+    """A mesh this process is part of. Made by `make_mesh`.
+
+    Example:
+        >>> mesh = make_mesh(data=1)
+        >>> mesh.axes, mesh.rank, mesh.coordinate
+        ({'data': 1}, 0, {'data': 0})
+    """
 
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
-    transport: Any = None  # how it moves data, once it did (comm/transport.py)
-    copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
     # on CUDA by axis: gathers do not queue behind reductions
     gather_groups: Mapping[str, Any] = field(default_factory=dict)
     joined: Any = None  # the default process group it was made in
+    context: Context = field(default_factory=Context)
     _store: Any = None
-    _turns: Any = None
-    exclusive: Exclusive = field(default_factory=Exclusive)  # of what has the mesh to itself
 
     def __init__(
         self,
@@ -135,12 +155,9 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "gather_groups", gather_groups or {})
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "gpu_direct", gpu_direct)
-        object.__setattr__(self, "transport", None)
-        object.__setattr__(self, "copies", None)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
-        object.__setattr__(self, "_turns", None)
-        object.__setattr__(self, "exclusive", Exclusive())
+        object.__setattr__(self, "context", Context())
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -167,18 +184,17 @@ class Mesh(AbstractMesh):
 
     @property
     def store(self) -> dist.Store:
-        """Where the ranks leave each other notes: messages without a collective."""
+        """The store in which ranks leave each other notes: messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
 
     @property
     def turns(self) -> Turns:
-        """What the ranks do together, one after the other."""
-        found = self._turns
-        if found is None:
-            found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
-            object.__setattr__(self, "_turns", found)
-        return found
+        """The collective actions of the ranks, one after the other."""
+        if self.context.turns is None:
+            store = None if self.size == 1 else self.store
+            self.context.turns = Turns(store, self.rank, self.size, self.timeout)
+        return self.context.turns
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
@@ -195,8 +211,8 @@ class Mesh(AbstractMesh):
                 the two otherwise on each rank.
             DivergenceError: what ran on it before ended in the middle.
         """
-        if self._turns is not None:
-            self._turns.check(owner)
+        if self.context.turns is not None:
+            self.context.turns.check(owner)
 
         def busy() -> Exception:
             what = (
@@ -209,7 +225,7 @@ class Mesh(AbstractMesh):
             )
             return BusyError(message(owner, what, fix=fix))
 
-        return Holding(self.exclusive, busy)
+        return Holding(self.context.exclusive, busy)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -266,7 +282,7 @@ def make_mesh(
 
     Raises:
         FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
-        DivergenceError: ranks that did not come in time, by number.
+        DivergenceError: ranks that timed out, by number.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -311,7 +327,7 @@ def make_mesh(
         )
     if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
         raise FzeroValueError(
-            message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed")
+            message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
         )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
@@ -330,7 +346,7 @@ def make_mesh(
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
-        _keep_freed_memory()
+        keep_freed_memory()
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
         return Mesh(axes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
@@ -360,7 +376,7 @@ def make_mesh(
 def choose_device(
     asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
 ) -> tuple[torch.device, str | None]:
-    """Which device is this process's, and a warning if it could have been a better one.
+    """The device of this process, and a warning if it could have been a better one.
 
     Args:
         asked: what the user asked for, if anything.
@@ -401,8 +417,8 @@ def choose_device(
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other
-    types, or a GPU for several ranks."""
+    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
+    GPU for several ranks."""
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
@@ -418,7 +434,7 @@ def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.dev
     keys = [f"fzero/device/{r}" for r in range(world)]
     store.set(keys[rank], _name_of(device))
     if missing := absent(store, keys, timeout):
-        came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
+        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )
@@ -463,32 +479,20 @@ def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -
     return groups
 
 
-def _keep_freed_memory() -> None:
-    """Has glibc keep large freed blocks for the next allocation instead of returning them to the system, which maps and
-    clears every page anew: up to ten times the time of what is computed in them. FZERO_MALLOC=default leaves the
-    allocator alone."""
-    if os.environ.get("FZERO_MALLOC") != "default" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        mmap_threshold, trim_threshold = -3, -1  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Has glibc return what it keeps of freed memory to the system: after something that will not be allocated
-    again."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-
-
 def close_mesh() -> None:
-    """Leaves the process group, if this process is in one. A script's last line."""
+    """Leaves the process group, if this process is in one. A script's last line.
+
+    Example:
+        >>> mesh = make_mesh()
+        >>> close_mesh()
+    """
     leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """Which of these keys of a store nobody has set within `timeout` seconds, by position."""
+    """The keys of a store that nobody has set within `timeout` seconds, by position."""
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
     except (dist.DistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
+"""Draws counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
 
 [Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of
 `n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of
@@ -30,6 +30,19 @@ from fzero.arguments import count
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.operators.base import define
 from fzero.tree import describe
+
+__all__ = [
+    "key",
+    "split",
+    "fold_in",
+    "with_part",
+    "replicated",
+    "bits",
+    "uniform",
+    "normal",
+    "bernoulli",
+    "dropout",
+]
 
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -89,6 +102,10 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         data: a whole number from 0 to 2**62 - 1, or a 0-dim int64 tensor of one (which is not read on the host).
 
     Returns: int64[3].
+
+    Example:
+        >>> fold_in(key(0), 1).tolist() == fold_in(key(0), 1).tolist() != fold_in(key(0), 2).tolist()
+        True
     """
     check_key("random.fold_in", key)
     if isinstance(data, torch.Tensor):
@@ -126,7 +143,8 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
 
     Returns: int64[3].
 
-    Example: two parts of two rows are one draw of four rows.
+    Example:
+        >>> # two parts of two rows are one draw of four rows
         >>> whole, k = uniform(key(0), (4, 3)), key(0)
         >>> halves = [uniform(with_part(k, part), (2, 3)) for part in range(2)]
         >>> torch.equal(torch.cat(halves), whole)
@@ -148,12 +166,22 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
 
 def replicated(key: torch.Tensor) -> torch.Tensor:
     """The key with part 0: what it draws is the same on every rank and in every micro-batch, e.g. noise on
-    parameters."""
+    parameters.
+
+    Example:
+        >>> torch.equal(normal(replicated(with_part(key(0), 3)), (2,)), normal(key(0), (2,)))
+        True
+    """
     return with_part(key, 0)
 
 
 def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, where `key` lives."""
+    """Independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, where `key` lives.
+
+    Example:
+        >>> bits(key(0), (3,)).max().item() < 2**32
+        True
+    """
     return _draw("random.bits", key, shape, "bits")
 
 
@@ -175,6 +203,11 @@ def uniform(
         shape: of the result.
         dtype: any floating dtype.
         minval, maxval: the bounds.
+
+    Example:
+        >>> x = uniform(key(0), (1000,))
+        >>> bool(((0 <= x) & (x < 1)).all()), round(x.mean().item(), 1)
+        (True, 0.5)
     """
     _check_dtype("random.uniform", dtype)
     _check_number("random.uniform", minval=minval, maxval=maxval)
@@ -182,7 +215,7 @@ def uniform(
         raise FzeroValueError(
             message(
                 "random.uniform",
-                f"[{minval}, {maxval}) is no interval",
+                f"[{minval}, {maxval}) is not an interval",
                 fix="choose finite bounds with minval < maxval",
             )
         )
@@ -219,7 +252,12 @@ def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.f
 
 
 def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.Tensor:
-    """Independent booleans, True with probability `p` (in steps of 2**-24)."""
+    """Independent booleans, True with probability `p` (in steps of 2**-24).
+
+    Example:
+        >>> round(bernoulli(key(0), (1000,), 0.2).float().mean().item(), 1)
+        0.2
+    """
     _check_shape("random.bernoulli", shape)
     _check_number("random.bernoulli", p=p)
     if not 0 <= p <= 1:
@@ -244,6 +282,10 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
         FzeroValueError: a rate outside [0, 1).
 
     Paper: Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
+
+    Example:
+        >>> dropout(key(0), torch.ones(8), 0.5).unique()
+        tensor([0., 2.])
     """
     _check_number("random.dropout", rate=rate)
     if not isinstance(x, torch.Tensor):
@@ -310,7 +352,9 @@ def _check_shape(where: str, shape: Any) -> None:
     ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
         raise FzeroTypeError(
-            message(where, f"{given} is no shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key")
+            message(
+                where, f"{given} is not a shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"
+            )
         )
 
 
@@ -332,7 +376,7 @@ def _check_number(where: str, **numbers: Any) -> None:
 
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise FzeroTypeError(message(where, f"{dtype!r} is no dtype", fix="e.g. torch.float32"))
+        raise FzeroTypeError(message(where, f"{dtype!r} is not a dtype", fix="e.g. torch.float32"))
     if not dtype.is_floating_point:
         raise FzeroTypeError(
             message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers")

@@ -1,5 +1,4 @@
-"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference
-semantics.
+"""Defines steps, made of a loss and an optimizer, and the plain step: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions
 eagerly through autograd, whatever its transforms: they change how a step is carried out, not what it means.
@@ -39,7 +38,14 @@ it."""
 
 
 class State(NamedTuple):
-    """Everything a step carries over. A pytree."""
+    """Everything a step carries over. A pytree.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
+        >>> state.step, state.params
+        (tensor(0), {'w': tensor([1., 1.])})
+    """
 
     step: torch.Tensor  # int64[]: how many steps have been taken
     params: Any
@@ -58,7 +64,15 @@ def lasting(state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step. Made by `train_step`."""
+    """A training step. Made by `train_step`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+        >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> state.params["w"], metrics["loss"].item()
+        (tensor([0.5000, 0.5000]), 2.0)
+    """
 
     loss_fn: Callable[..., Any]
     optimizer: GradientTransformation
@@ -213,7 +227,9 @@ class Step:
         if not trained:
             raise FzeroValueError(
                 message(
-                    "train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"
+                    "train_step",
+                    "no trainable parameters",
+                    fix="check `trainable`, and that parameters are floating point",
                 )
             )
         with (
@@ -262,7 +278,13 @@ class Step:
 
 @dataclass(frozen=True)
 class EvalStep:
-    """A forward-only step. Made by `eval_step`."""
+    """A forward-only step. Made by `eval_step`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> fz.eval_step(lambda p, x: x @ p["w"])({"w": torch.eye(2)}, torch.ones(1, 2))
+        tensor([[1., 1.]])
+    """
 
     fn: Callable[..., Any]
     transforms: tuple[Any, ...] = ()
@@ -347,7 +369,7 @@ def train_step(
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
+        raise FzeroTypeError(message("train_step", "invalid arguments", problems, fix))
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
@@ -432,7 +454,15 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
 
 
 def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several transforms as one. Their order does not matter: transforms commute."""
+    """Several transforms as one. Their order does not matter: transforms commute.
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> a, b = fz.shard_params(), fz.accumulate(2)
+        >>> compose(a, b)(step) == compose(b, a)(step)
+        True
+    """
 
     wrong = [
         f"argument {i}: {type(t).__name__}"
@@ -514,13 +544,13 @@ def check_init(init_fn: Any) -> None:
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
-    """What a predicate is asked about: the leaves, without values."""
+    """The arguments of a predicate: the leaves, without values."""
     with compat.no_modes():  # in a trace they are not part of what is traced
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
 
 
 def _not_dense(value: Any, root: str) -> list[str]:
-    """What is wrong with the leaves of a tree that should be dense tensors."""
+    """Problems of a tree whose leaves should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
@@ -528,7 +558,7 @@ def _not_dense(value: Any, root: str) -> list[str]:
 
 
 def _kind(x: Any) -> str:
-    """What a leaf is that is not a dense tensor; nothing of one that is."""
+    """The kind of a leaf that is not a dense tensor; empty for one that is."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
@@ -593,7 +623,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
     if wrong:
-        raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
+        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
 
 
 def check_params(params: Any, owner: str = "init") -> None:

@@ -1,4 +1,4 @@
-"""Pytrees: one way to flatten, name and rebuild nested containers of tensors.
+"""Flattens, names and rebuilds pytrees: nested containers of tensors.
 
 Built on optree. Dict keys are sorted, so two dicts with the same items flatten alike in any insertion order; `None` is
 an empty node, not a leaf; plain dataclasses are containers and need no registration. A leaf is named by its path,
@@ -20,6 +20,19 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 
+__all__ = [
+    "flatten",
+    "unflatten",
+    "leaves",
+    "structure",
+    "map",
+    "map_with_path",
+    "paths",
+    "names",
+    "select",
+    "describe",
+]
+
 Tree = Any
 TreeSpec = optree.PyTreeSpec
 
@@ -28,7 +41,16 @@ _registered: set[type] = set()
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Leaves in a fixed order, and what is needed to rebuild the tree. Where `is_leaf` holds, a container is a leaf."""
+    """Leaves in a fixed order, and what is needed to rebuild the tree. Where `is_leaf` holds, a container is a leaf.
+
+    Example:
+        >>> import torch
+        >>> found, spec = flatten({"w": torch.ones(2), "b": (torch.zeros(1),)})
+        >>> [describe(x) for x in found]
+        ['float32[1]', 'float32[2]']
+        >>> names(unflatten(spec, found))
+        ['b.0', 'w']
+    """
     leaves, spec = optree.tree_flatten(tree, is_leaf, namespace=_NAMESPACE)
     if _register(leaves):
         return flatten(tree, is_leaf)
@@ -36,27 +58,60 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Tree:
+    """The tree of this structure with these leaves, in the order of `leaves`.
+
+    Example:
+        >>> import torch
+        >>> _, spec = flatten({"w": 1, "b": (2,)})
+        >>> unflatten(spec, [10, 20])
+        {'w': 20, 'b': (10,)}
+    """
+
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves(tree: Tree) -> list[Any]:
+    """The leaves of a tree, in a fixed order.
+
+    Example:
+        >>> leaves({"w": 1, "b": (2, 3)})
+        [2, 3, 1]
+    """
+
     return flatten(tree)[0]
 
 
 def structure(tree: Tree) -> TreeSpec:
+    """The structure of a tree: equal for trees that differ in their leaves alone.
+
+    Example:
+        >>> structure({"w": 1, "b": (2, 3)}) == structure({"w": 4, "b": (5, 6)})
+        True
+    """
+
     return flatten(tree)[1]
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container
-    is a leaf."""
+    is a leaf.
+
+    Example:
+        >>> map(lambda x, y: x + y, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
+        {'w': 11, 'b': (22, 33)}
+    """
     flat, spec = flatten(tree, is_leaf)
     return unflatten(spec, [fn(*args) for args in zip(flat, *_alike("map", spec, rest), strict=True)])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
     """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in
-    `paths`."""
+    `paths`.
+
+    Example:
+        >>> map_with_path(lambda path, x: f"{path} = {x}", {"layers": [1, 2]}, root="params")
+        {'layers': ["params['layers'][0] = 1", "params['layers'][1] = 2"]}
+    """
     flat, spec = flatten(tree)
     return unflatten(
         spec, [fn(*args) for args in zip(paths(tree, root), flat, *_alike("map_with_path", spec, rest), strict=True)]
@@ -84,22 +139,43 @@ def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
 
 
 def paths(tree: Tree, root: str = "") -> list[str]:
-    """The path of every leaf as Python would write it: `root['layers'][3].weight`."""
+    """The path of every leaf as Python would write it: `root['layers'][3].weight`.
+
+    Example:
+        >>> paths({"layers": [1, 2], "out": 3}, "params")
+        ["params['layers'][0]", "params['layers'][1]", "params['out']"]
+    """
     return [root + "".join(entry.codify() for entry in accessor) for accessor in _accessors(tree)]
 
 
 def names(tree: Tree) -> list[str]:
-    """The dotted name of every leaf: `layers.3.qkv`."""
+    """The dotted name of every leaf: `layers.3.qkv`.
+
+    Example:
+        >>> names({"layers": [1, 2], "out": 3})
+        ['layers.0', 'layers.1', 'out']
+    """
     return [".".join(_key(entry) for entry in accessor) for accessor in _accessors(tree)]
 
 
 def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree:
-    """The tree with `None` in the place of every leaf for which `keep(path, leaf)` is false."""
+    """The tree with `None` in the place of every leaf for which `keep(path, leaf)` is false.
+
+    Example:
+        >>> select(lambda path, x: "out" not in path, {"layers": [1, 2], "out": 3})
+        {'layers': [1, 2], 'out': None}
+    """
     return map_with_path(lambda path, leaf: leaf if keep(path, leaf) else None, tree, root=root)
 
 
 def describe(leaf: Any) -> str:
-    """`float32[3, 4]` for a tensor, the type's name for anything else."""
+    """`float32[3, 4]` for a tensor, the type's name for anything else.
+
+    Example:
+        >>> import torch
+        >>> describe(torch.zeros(3, 4)), describe("text")
+        ('float32[3, 4]', 'str')
+    """
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(n) for n in leaf.shape)}]"
     return type(leaf).__name__
@@ -111,7 +187,12 @@ def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:
 
 
 def unnamed(tree: Tree, root: str = "") -> list[str]:
-    """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers."""
+    """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers.
+
+    Example:
+        >>> unnamed({"w": 1, (0, 1): 2})
+        ['[(0, 1)]']
+    """
     keys = [[x.entry for x in accessor if isinstance(x, optree.MappingEntry)] for accessor in _accessors(tree)]
     return [
         p
@@ -121,7 +202,7 @@ def unnamed(tree: Tree, root: str = "") -> list[str]:
 
 
 class Contents:
-    """What the containers of a tree hold, by identity, to tell whether anything was put in place of another since. To
+    """The contents of a tree's containers, by identity, to tell whether anything was put in place of another since. To
     ask takes 40 ns an item, a fifth of what flattening the tree would. A tree is not changed by what is written into
     its tensors."""
 

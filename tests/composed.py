@@ -143,8 +143,14 @@ class Case:
     text: str
 
 
-def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks: int = 1) -> Case:
-    """A case from a series of choices, its batch whole. On several ranks one of the ZeRO stages is among them."""
+STAGES: Sequence[Any] = [fz.data_parallel(), fz.shard_opt_state(), fz.shard_grads(), fz.shard_params()]
+
+
+def compose(
+    choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks: int = 1, stages: Sequence[Any] = STAGES
+) -> Case:
+    """A case from a series of choices, its batch whole. On several ranks one of the ZeRO stages is among them, or of
+    what else spreads a step."""
     chosen: list[str] = []
 
     def pick(what: str, options: Sequence[Any]) -> Any:
@@ -197,7 +203,7 @@ def compose(choose: Choose, precisions: Sequence[str] = tuple(PRECISIONS), ranks
     if num_micro > 1:
         transforms.append(fz.accumulate(num_micro, vertical=pick("vertical", [False, True])))
     if ranks > 1:
-        transforms.append(pick("stage", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params])())
+        transforms.append(pick("stage", stages))
     return Case(fz.compose(*transforms)(step), params, batch, ", ".join(chosen))
 
 

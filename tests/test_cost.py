@@ -21,6 +21,7 @@ from fzero.mesh import AbstractMesh
 from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link, get_device
 from fzero.plan.inductor.fusion import kernels
+from fzero.program.attrs import ReduceAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.trace.record import record
 
@@ -282,7 +283,7 @@ def test_memory_given_for_outputs_is_not_counted():
 
 def transfer(op, nbytes, axis, placement=None):
     placement = placement or (Placement("shard", (axis,)) if op == "all_gather_start" else Placement())
-    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs={"axes": (axis,), "op": "sum"}), Value(
+    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs=ReduceAttrs(axes=(axis,), reduction="sum")), Value(
         "x", (nbytes // 4,), torch.float32, placement
     )
 
@@ -428,7 +429,12 @@ def test_a_device_with_other_numbers():
         get_device("a100,memory=40GB,disk_read=fast,disk_write=0GB")
     assert all(
         x in str(error.value)
-        for x in ("memory=40GB: not one of memory_bytes, ", "'fast' is no size", "'0GB' is no size", "Fix: e.g. a100,")
+        for x in (
+            "memory=40GB: not one of memory_bytes, ",
+            "'fast' is not a size",
+            "'0GB' is not a size",
+            "Fix: e.g. a100,",
+        )
     )
     with pytest.raises(FzeroValueError, match="neither a known device"):
         get_device("a1000,memory_bytes=40GB")

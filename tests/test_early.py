@@ -32,7 +32,7 @@ def updates(lines: list[Line]) -> list[int]:
 
 
 def backwards(lines: list[Line]) -> list[int]:
-    return [i for i, line in enumerate(lines) if line.attrs.get("backward")]
+    return [i for i, line in enumerate(lines) if line.is_backward]
 
 
 def maker(lines: list[Line], name: str) -> int:
@@ -54,8 +54,8 @@ def test_on_one_device_a_block_is_updated_right_after_its_backward() -> None:
     assert len(updates(lines)) == 6
     for i in updates(lines):
         at = max(maker(lines, g) for g in gradients(lines, i))
-        assert lines[at].attrs.get("backward") or "value_and_grad" in lines[at].fn
-        assert not [x for x in lines[at + 1 : i] if "joint" in x.attrs], "no other block in between"
+        assert lines[at].is_backward or "value_and_grad" in lines[at].fn
+        assert not [x for x in lines[at + 1 : i] if x.block is not None], "no other block in between"
 
 
 def test_over_ranks_one_block_later() -> None:
@@ -64,7 +64,7 @@ def test_over_ranks_one_block_later() -> None:
     between = []
     for i in updates(lines):
         at = max(maker(lines, g) for g in gradients(lines, i))
-        between.append(sum("joint" in x.attrs for x in lines[at + 1 : i]))
+        between.append(sum(x.block is not None for x in lines[at + 1 : i]))
     assert sorted(between) == [0, 1, 1, 1, 1, 1]
 
 
@@ -142,10 +142,7 @@ def test_a_view_is_a_reader() -> None:
     (made,) = [
         line
         for line in lines
-        if line.op == "call"
-        and "params['first']['w']" in line.args
-        and not line.writes
-        and not line.attrs.get("backward")
+        if line.op == "call" and "params['first']['w']" in line.args and not line.writes and not line.is_backward
     ]
     view = {v.name for v in made.out if v.shape == (2, 4)} - {
         line.args[0] for line in lines if line.fn.startswith("dense")

@@ -445,7 +445,7 @@ LOWERED = (fz.AbstractMesh(data=2), used_twice_init, models.meta_part(batches()[
 def test_equal_blocks_share_what_makes_their_scales():
     step = fz.compose(fz.shard_params(), fz.fp8())(fz.train_step(used_twice, optim.sgd(LR)))
     program = fz.lower(step, *LOWERED).program
-    calls = [line for line in program.lines if line.attrs.get("scales")]
+    calls = [line for line in program.lines if line.scales]
     assert sorted(len(line.args) for line in calls) == [1, 2, 2, 2] and len({line.fn for line in calls}) == 2
     assert len([line for line in program.lines if line.op == "all_reduce_start" and line.by == "fp8"]) == 1
 
@@ -536,12 +536,12 @@ def test_products_are_priced_at_the_rate_of_8_bits():
 def kept(program: Any) -> Counter[int]:
     """How often the backward of a layer reads something of so many bytes besides its gradient."""
     values = program.values()
-    lines = [line for line, _ in program.walk() if line.attrs.get("backward")]
+    lines = [line for line, _ in program.walk() if line.is_backward]
     return Counter(
         values[a].nbytes
         for line in lines
         for a in line.args
-        if a not in line.attrs["inputs"][line.attrs["joint"].num_inputs :]
+        if a not in line.block.inputs[line.block.joint.num_inputs :]
     )
 
 

@@ -246,13 +246,13 @@ def test_what_several_parameters_multiply_is_rounded_once():
     )
     program = step.program
     forward = program.functions[
-        next(line.fn for line in program.lines if line.op == "call" and "joint" in line.attrs)
+        next(line.fn for line in program.lines if line.op == "call" and line.block is not None)
     ].graph
     to_fp8 = [
         n for n in forward.graph.nodes if n.target is torch.ops.aten._to_copy.default and n.meta["val"].dtype is E4M3
     ]
     assert len(to_fp8) == 4, "q, k, v, and x once"
-    calls = [line for line in program.lines if line.attrs.get("scales") == "history"]
+    calls = [line for line in program.lines if line.scales == "history"]
     assert [len(line.out) for line in calls] == [2]
 
 
@@ -286,9 +286,9 @@ def test_a_block_without_backward_has_current_scales():
 
     step = fz.train_step(loss, optim.sgd(LR))
     program = fz.lower(delayed()(step), fz.AbstractMesh(data=1), made, torch.empty(16, 16)).program
-    assert [tuple(v.shape) for line in program.lines if line.attrs.get("scales") == "history" for v in line.out] == [
-        (2 * 4,)
-    ], "those of the code outside"
+    assert [tuple(v.shape) for line in program.lines if line.scales == "history" for v in line.out] == [(2 * 4,)], (
+        "those of the code outside"
+    )
     assert len([n for n in every_node(program) if n.target is scaled_mm]) == 3 + 2
 
 
@@ -377,7 +377,7 @@ def test_one_reduction_a_step(num_micro):
     sent = [
         n * transfer_bytes(x, values, program.mesh)
         for x, n in program.walk()
-        if x.op == "all_reduce_start" and x.attrs["op"] == "max" and x.by != "fp8"
+        if x.op == "all_reduce_start" and x.attrs.reduction == "max" and x.by != "fp8"
     ]
     numbers = 2 * (7 + 3 * 2)
     assert sent == [2 * 4 * numbers // 2], "outside blocks it is about all 7 matrices, in each block about 2"
@@ -396,8 +396,8 @@ def test_the_state_and_the_program_say_so():
     ("arguments", "text"),
     [
         ({"scaling": "late"}, "unknown scaling='late'(.|\n)*one of 'current', 'delayed'"),
-        ({"scaling": "delayed", "history": 0}, "history=0 is no number of steps"),
-        ({"scaling": "delayed", "history": True}, "history=True is no number of steps"),
+        ({"scaling": "delayed", "history": 0}, "history=0 is not a number of steps"),
+        ({"scaling": "delayed", "history": True}, "history=True is not a number of steps"),
         ({"history": 4}, "history=4, but current scaling has none"),
         ({"scaling": "delayed", "scales": "row"}, "one number for an operand"),
     ],

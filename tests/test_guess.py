@@ -4,6 +4,7 @@ they cost; and where there are none."""
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import math
 import sys
@@ -185,7 +186,7 @@ def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:
 def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, bool]]:
     """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step
     without offload does."""
-    sys.modules["fzero.lowering.lower"].fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
+    importlib.import_module("fzero.lowering.lower").fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
     out = []
     for stage, shared in cases:
         mesh = fz.make_mesh(data=-1, shared_memory=shared)
@@ -301,7 +302,7 @@ def mutated(program: Any, what: str) -> Any:
             gone = next(line for line in redo.body if line.op == "disk_write_start")
             body = [x for x in redo.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)]
         case "what is not on disk is not put back":
-            body = [x for x in redo.body if not x.attrs.get("restores")]
+            body = [x for x in redo.body if not (x.op == "assign" and x.attrs.restores)]
         case "nothing is done again":
             return replace(program, lines=(*program.lines[:at], *program.lines[at + 1 :]))
         case "a write is still under way":

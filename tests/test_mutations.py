@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
+from fzero.program.attrs import Attrs, BlockCall, JoinAttrs, required
 from fzero.program.ir import Line, Placement, Program
 from fzero.program.ops import OPS
 from fzero.program.verify import verify
@@ -49,6 +50,14 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     "hsdp_fp16": (
         fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")),
         fz.AbstractMesh(replica=2, data=2),
+    ),
+    "two_axes": (
+        fz.compose(fz.shard_params(axis="data"), fz.shard_opt_state(axis=("data", "node")), fz.accumulate(2)),
+        fz.AbstractMesh(node=2, data=2),
+    ),
+    "two_axes_once": (
+        fz.compose(fz.shard_params(axis=("data", "node")), fz.once_a_step(), fz.mixed_precision("bf16")),
+        fz.AbstractMesh(node=2, data=2),
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "offload_nvme": (
@@ -89,25 +98,30 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
     if line.out or line.writes:
         yield "twice", (line, line)
     yield "another op", (replace(line, op="nothing"),)
-    yield "an attribute nobody knows", (replace(line, attrs={**line.attrs, "surprise": 1}),)
-    for name in row.needs:
-        yield f"without {name}", (replace(line, attrs={k: x for k, x in line.attrs.items() if k != name}),)
-    for name in line.attrs:
-        yield f"{name} of another type", (replace(line, attrs={**line.attrs, name: 1.5j}),) if name != "joint" else ()
-    if line.attrs.get("axes"):
-        yield "an axis that the mesh lacks", (replace(line, attrs={**line.attrs, "axes": ("nowhere",)}),)
-        yield "no axes", (replace(line, attrs={**line.attrs, "axes": ()}),)
-    if "op" in line.attrs:
-        yield "an unknown reduction", (replace(line, attrs={**line.attrs, "op": "mean"}),)
+    more = make_dataclass("Surprise", [("surprise", int, 1)], bases=(row.attrs,), frozen=True, kw_only=True)
+    said = {f.name: getattr(line.attrs, f.name) for f in fields(line.attrs)}
+    yield "an attribute nobody knows", (replace(line, attrs=more(**said)),)
+    for name in required(row.attrs):
+        yield f"without {name}", (line.saying(**{name: None}),)
+        yield "without attributes", (replace(line, attrs=Attrs()),)
+    for name in said:
+        yield f"{name} of another type", (line.saying(**{name: 1.5j}),)
+    for name in (f.name for f in fields(BlockCall) if line.block is not None):
+        yield f"{name} of another type", (line.saying(block=replace(line.block, **{name: 1.5j})),)
+    if line.axes:
+        yield "an axis that the mesh lacks", (line.saying(axes=("nowhere",)),)
+        yield "no axes", (line.saying(axes=()),)
+    if isinstance(line.attrs, JoinAttrs):
+        yield "an unknown reduction", (line.saying(reduction="mean"),)
         # of a shard that is already summed over ranks its type does not say how it adds up over micro-batches: left to
         # `check_equivalent`
         told = all(program.values_by_name[a].placement.partial for a in line.args)
-        for op in {"sum", "max", "min"} - {line.attrs["op"]} if told else ():
-            yield f"a reduction by {op}", (replace(line, attrs={**line.attrs, "op": op}),)
-    if "count" in line.attrs:
-        yield "another count", (replace(line, attrs={**line.attrs, "count": line.attrs["count"] + 5}),)
-    if "micro" in line.attrs and line.op in ("take_part", "part_index"):
-        yield "a micro-batch too far", (replace(line, attrs={**line.attrs, "micro": (9, line.attrs["micro"][1])}),)
+        for op in {"sum", "max", "min"} - {line.attrs.reduction} if told else ():
+            yield f"a reduction by {op}", (line.saying(reduction=op),)
+    if said.get("count") is not None:
+        yield "another count", (line.saying(count=line.count + 5),)
+    if line.micro is not None and line.op in ("take_part", "part_index"):
+        yield "a micro-batch too far", (line.saying(micro=(9, line.micro[1])),)
     for i, arg in enumerate(line.args):
         yield f"argument {i} that is not made", (replace(line, args=(*line.args[:i], "nobody", *line.args[i + 1 :])),)
         if line.op not in ("all_gather_start", "reduce_scatter_start", "all_reduce_start") or len(line.args) == 1:
@@ -128,6 +142,15 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
                 f"result {i} taken for whole",
                 (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),),
             )
+        if v.placement.grid:
+            for how, grid in {
+                "no finer cut": (),
+                "another": ("node", "data"),
+                "an unknown": ("data", "nowhere"),
+            }.items():
+                placement = replace(v.placement, grid=grid)
+                out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
+                yield f"result {i} padded for {how}", (replace(line, out=out),)
         for what, x in changes.items():
             yield (
                 f"result {i} of another {what}",

@@ -23,6 +23,7 @@ from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
+from fzero.program.attrs import CallAttrs, TurnsAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import COPIES
 from fzero.program.show import source
@@ -61,7 +62,7 @@ def handle(name: str) -> tuple[Value, ...]:
 
 
 def call(fn: str, arg: str, out: str, on: str = "device") -> Line:
-    return Line("call", (arg,), (Value(out, (1,), F32, tier=on),), fn, attrs={"on": "host"} if on == "host" else {})
+    return Line("call", (arg,), (Value(out, (1,), F32, tier=on),), fn, attrs=CallAttrs(on=on))
 
 
 def move(op: str, arg: str, out: str, tier: str) -> tuple[Line, Line]:
@@ -132,7 +133,7 @@ def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
 @pytest.mark.parametrize("update", [0.5, 4.0])
 def test_a_loop_with_functions_on_the_host_is_exact(update: float) -> None:
     times = {**TIMES, "update": update}
-    one = timed([Line("loop", attrs={"count": 40}, body=tuple(update_on_host()))], times)
+    one = timed([Line("loop", attrs=TurnsAttrs(count=40), body=tuple(update_on_host()))], times)
     other = timed(update_on_host() * 40, times)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
         assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-9)
@@ -174,7 +175,7 @@ def test_a_disk_that_is_slower_when_read_and_written_at_once_is_taken_at_that() 
 
 def test_functions_on_the_host_are_bound_by_its_memory() -> None:
     program = lowered(fz.offload("cpu", update_on="host"), device="h100").program
-    updates = [line for line, _ in program.walk() if line.attrs.get("on") == "host"]
+    updates = [line for line, _ in program.walk() if line.on_host]
     assert updates and all(cost.on_host(line, program) for line in updates)
     fast, slow = (replace(KNOWN["h100"], host_memory_bandwidth=rate, call_seconds=0.0) for rate in (2e11, 1e11))
     for line in updates:
@@ -303,11 +304,7 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
 
 
 def side_of(found: fz.Lowered) -> str:
-    return (
-        "host"
-        if any(line.op == "call" and line.attrs.get("on") == "host" for line, _ in found.program.walk())
-        else "device"
-    )
+    return "host" if any(line.op == "call" and line.on_host for line, _ in found.program.walk()) else "device"
 
 
 SLOW_HOST = replace(KNOWN["h100"], host_memory_bandwidth=1e8)
@@ -576,14 +573,19 @@ def test_auto_trains_as_the_plain_step_and_restores(tmp_path) -> None:
     assert found == losses
     assert train.plan.peak_bytes <= limits["memory_budget"] and train.plan.host_peak_bytes <= limits["host_budget"]
     assert train.plan.decisions[0].what == "offload" and not any(
-        t.tier == "auto" for t in train.step.transforms if isinstance(t, Offload)
+        t.tier == "auto" for t in train.resolved.transforms if isinstance(t, Offload)
     )
     again = fz.compile(asked, mesh, backend="eager", **limits)
     state, metrics = again(again.restore(tmp_path / "saved"), batches(4)[3])
-    assert again.step == train.step and int(state.step) == 4 and torch.isfinite(metrics["loss"])
-    evaluate = fz.compile(fz.compose(*train.step.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
+    assert (
+        again.resolved == train.resolved
+        and train.step == again.step == asked
+        and int(state.step) == 4
+        and torch.isfinite(metrics["loss"])
+    )
+    evaluate = fz.compile(fz.compose(*train.resolved.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
     assert torch.isfinite(evaluate(state.params, batches(1)[0]))
-    with pytest.raises(errors.TransformError, match=r"train\.step\.transforms"):
+    with pytest.raises(errors.TransformError, match=r"train\.resolved\.transforms"):
         fz.compile(fz.offload("auto")(fz.eval_step(models.gpt_loss)), mesh, backend="eager")(
             state.params, batches(1)[0]
         )

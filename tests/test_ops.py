@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from fzero.passes.pipeline import Pass
 from fzero.plan import cost
 from fzero.plan.devices import get_device
 from fzero.plan.memory import memory_of
+from fzero.program.attrs import Attrs
 from fzero.program.ir import Line, Program, Value, local_bytes
 from fzero.program.ops import OPS
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told
@@ -33,12 +34,17 @@ PACKAGE = Path(fz.__file__).parent
 # --- a row: gradients clamped, element by element ---
 
 
-class Clamp(Op):
+@dataclass(frozen=True, kw_only=True)
+class ClampAttrs(Attrs):
+    bound: float
+
+
+class Clamp(Op[ClampAttrs]):
     """A gradient with each element between two bounds."""
 
     name = "clamp"
     args, out = 1, 1
-    needs: ClassVar = {"bound": float}
+    attrs = ClampAttrs
     computes = "there"
     settles = True
     makes_own = True
@@ -54,14 +60,14 @@ class Clamp(Op):
     def text(self, line: Line, program: Program) -> Text:
         return Text(
             f"clamp({line.args[0]}, "
-            f"{line.attrs['bound']!r}{''.join(f', into=pool[{program.pool_index[id(line)]}]' for _ in line.into[:1])})"
+            f"{line.attrs.bound!r}{''.join(f', into=pool[{program.pool_index[id(line)]}]' for _ in line.into[:1])})"
         )
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda x, bound, into=(None,): torch.clamp(x, -bound, bound, out=into[0])
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [args[0].clamp(-line.attrs["bound"], line.attrs["bound"])]
+        return [args[0].clamp(-line.attrs.bound, line.attrs.bound)]
 
     def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
         pass  # for nothing that the plain step has
@@ -75,7 +81,8 @@ def clamp_gradients(program: Program, bound: float) -> Program:
         names = {a: f"{a}_clamped" for a in grads}
         values = program.values_by_name
         lines += [
-            Line("clamp", (a,), (replace(values[a], name=names[a]),), attrs={"bound": bound}, by="clamp") for a in grads
+            Line("clamp", (a,), (replace(values[a], name=names[a]),), attrs=ClampAttrs(bound=bound), by="clamp")
+            for a in grads
         ]
         lines.append(line.rename(names))
     return replace(program, lines=tuple(lines))
@@ -131,7 +138,7 @@ def test_a_made_up_op_is_one_row_and_the_pass_that_emits_it() -> None:
     number = {id(line): i for i, (line, _) in enumerate(program.walk())}
     sampled = {sample.line for sample in memory_of(program, lambda f: 0)}
     assert sampled >= {number[id(line)] for line in lines} and lowered.plan.peak_bytes > 0
-    wrong = replace(lines[0], attrs={"bound": "1"})
+    wrong = lines[0].saying(bound="1")
     with pytest.raises(VerifyError, match="bound = '1' is not a float"):
         verify(program.map_lines(lambda line: [wrong if line is lines[0] else line]))
     with pytest.raises(VerifyError, match="is clamped to"):

@@ -21,6 +21,7 @@ from fzero.plan.devices import KNOWN
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
+from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.program.ops import transfer_bytes
 from fzero.trace.record import record
@@ -46,7 +47,10 @@ def call(fn, args, *out):
 
 def gather(handle, arg, out, shape):
     start = Line(
-        "all_gather_start", (arg,), (Value(handle, (), torch.uint8, Placement("moving")),), attrs={"axes": ("data",)}
+        "all_gather_start",
+        (arg,),
+        (Value(handle, (), torch.uint8, Placement("moving")),),
+        attrs=GatherAttrs(axes=("data",)),
     )
     return start, Line("wait", (handle,), (Value(out, shape, F32),))
 
@@ -135,7 +139,7 @@ def test_a_reduction_holds_what_it_reads_until_its_wait():
         "reduce_scatter_start",
         ("g",),
         (Value("h", (), torch.uint8, Placement("moving")),),
-        attrs={"axes": ("data",), "op": "sum"},
+        attrs=ScatterAttrs(axes=("data",), reduction="sum"),
     )
     wait = Line("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
     lines = [
@@ -152,11 +156,11 @@ def test_a_reduction_holds_what_it_reads_until_its_wait():
 def test_a_total_lives_across_the_turns_of_its_loop():
     double = function("double", lambda x: [x * 2], (100,))
     body = (
-        Line("take_part", ("batch",), (Value("p", (100,), F32),), attrs={"count": 3}),
+        Line("take_part", ("batch",), (Value("p", (100,), F32),), attrs=PartAttrs(count=3)),
         call("double", ("p",), ("g", (100,))),
         Line("accumulate", ("g",), (Value("total", (100,), F32),)),
     )
-    loop = Line("loop", attrs={"count": 3}, body=body)
+    loop = Line("loop", attrs=TurnsAttrs(count=3), body=body)
     program = program_of([loop, call("double", ("total",), ("out", (100,)))], [double], ("out",), [("batch", (300,))])
     samples = memory_of(program, lambda _: 0)
     assert [s.total for s in samples] == [1200, 1600, 2000, 1600, 2000, 2000, 2000]
@@ -216,7 +220,7 @@ def test_gathers_and_reductions_of_one_axis_share_its_link():
             "all_reduce_start",
             ("x",),
             (Value("r", (), torch.uint8, Placement("moving")),),
-            attrs={"axes": (axis,), "op": "sum"},
+            attrs=ReduceAttrs(axes=(axis,), reduction="sum"),
         )
         lines = [start, reduce, wait, Line("wait", ("r",), (Value("y", (100,), F32),))]
         found = timed(
@@ -239,7 +243,7 @@ def test_a_loop_of_many_turns_is_exact(asynchronous):
     """As its unrolled self; and what is not simulated is added up."""
     program = two_gathers()
     times = {"g_1": 3.0, "g_2": 4.0, "work": 2.0}
-    loop = replace(program, lines=(Line("loop", attrs={"count": 50}, body=program.lines),))
+    loop = replace(program, lines=(Line("loop", attrs=TurnsAttrs(count=50), body=program.lines),))
     unrolled = replace(program, lines=tuple(line for _ in range(50) for line in program.lines))
     one, other = timed(loop, times, asynchronous), timed(unrolled, times, asynchronous)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):

@@ -16,6 +16,7 @@ import fzero as fz
 from fzero import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
+from fzero.program.attrs import CastAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES, COPIES, OPS
 from fzero.program.verify import verify
@@ -130,7 +131,7 @@ def test_a_value_read_after_its_bytes_were_reused(stage3: Program) -> None:
         op="cast",
         fn="",
         args=(wait.out[0].name,),
-        attrs={"dtype": wait.out[0].dtype},
+        attrs=CastAttrs(dtype=wait.out[0].dtype),
         into=(),
     )
     moved = replace(moved, out=(replace(wait.out[0], name="late"),))
@@ -157,10 +158,10 @@ def test_a_buffer_written_while_other_ranks_read_it(stage3: Program) -> None:
 
 def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
     def apart(line: Line) -> list[Line]:
-        return [replace(line, attrs={k: v for k, v in line.attrs.items() if k != "together"})]
+        return [line.saying(together=False) if line.op == "wait" else line]
 
     loop = next(x for x in looped.lines if x.op == "loop")
-    assert sum(bool(x.attrs.get("together")) for x in loop.body) == 1
+    assert sum(x.op == "wait" and x.attrs.together for x in loop.body) == 1
     rejects(edit(looped, apart), "other ranks may still be reading it")
 
 
@@ -170,7 +171,7 @@ def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
 def test_ranks_that_share_no_memory_wait_for_no_reader(transforms: Any) -> None:
     apart, shared = lowered(*transforms, shared_memory=False), lowered(*transforms)
     assert apart.pool_bytes < shared.pool_bytes
-    assert not any(line.attrs.get("together") for line, _ in apart.walk())
+    assert not any(line.attrs.together for line, _ in apart.walk() if line.op == "wait")
     check(replace(shared, mesh=apart.mesh))
     rejects(replace(apart, mesh=shared.mesh), "other ranks may still be reading it")
 
@@ -185,7 +186,7 @@ def test_donated_state_read_late(stage3: Program) -> None:
         "cast",
         (update.writes[0],),
         (replace(stage3.values()[update.writes[0]], name="late"),),
-        attrs={"dtype": torch.float32},
+        attrs=CastAttrs(dtype=torch.float32),
     )
     rejects(replace(stage3, lines=(*stage3.lines, late)), "has been overwritten")
 
@@ -320,7 +321,7 @@ def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
         replace(tiered, lines=tuple(moved)), f"{reader.op} {reader.fn}", f"{wait.out[0].name} is read before it is made"
     )
     early = Line(
-        "cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs={"dtype": wait.out[0].dtype}
+        "cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs=CastAttrs(dtype=wait.out[0].dtype)
     )
     rejects(
         replace(tiered, lines=(*lines[:at], early, *lines[at:])),
@@ -443,14 +444,14 @@ def test_a_shard_lies_where_it_was_taken_from() -> None:
 
 
 def test_a_value_on_the_wrong_tier(tiered: Program) -> None:
-    update = next(x for x in tiered.lines if x.op == "call" and x.attrs.get("on") == "host" and x.writes)
-    here = replace(update, attrs={k: v for k, v in update.attrs.items() if k != "on"})
+    update = next(x for x in tiered.lines if x.op == "call" and x.on_host and x.writes)
+    here = update.saying(on="device")
     rejects(
         edit(tiered, lambda line: [here] if line is update else [line]),
         f"call {update.fn}",
         f"{update.writes[0]} is on the host, not on the device",
     )
-    block = next(x for x in tiered.lines if x.op == "call" and "joint" in x.attrs)
+    block = next(x for x in tiered.lines if x.op == "call" and x.block is not None)
     leaf = next(n for n in tiered.leaves if n.startswith("params['embed']"))
     direct = replace(block, args=(leaf, *block.args[1:]))
     rejects(

@@ -25,6 +25,7 @@ from fzero.program.ir import Program
 
 GOLDENS = Path(__file__).parent / "goldens"
 
+TWO_AXES = fz.shard_params(axis=("data", "node"))
 VARIANTS = {
     "stage_0": STAGES[0](),
     "stage_1": STAGES[1](),
@@ -39,6 +40,8 @@ VARIANTS = {
     "evaluate_stage_3": STAGES[3](),
     "offload_cpu": fz.compose(STAGES[3](), fz.mixed_precision("bf16"), fz.offload("cpu", "opt_state")),
     "offload_nvme": fz.offload("nvme", ("opt_state", "params"), path="/scratch"),
+    "two_axes": TWO_AXES,
+    "two_axes_once_bf16": fz.compose(TWO_AXES, fz.once_a_step(), fz.accumulate(3), fz.mixed_precision("bf16")),
     "stage_3_min_cut": fz.compose(STAGES[3](), fz.remat("min_cut")),
     "stage_3_none": fz.compose(STAGES[3](), fz.remat("none")),
 }
@@ -48,7 +51,8 @@ PRINTED = [name for name in VARIANTS if not name.endswith(("min_cut", "none"))]
 
 @functools.cache
 def gpt_program(name: str, layers: int = 3, ranks: int = 2) -> Program:
-    mesh = fz.AbstractMesh(data=1 if name in ("plain", "offload_nvme") else ranks, unified_memory=name != "offload_cpu")
+    axes = {"node": 2, "data": 2} if "two_axes" in name else {"data": 1 if name in ("plain", "offload_nvme") else ranks}
+    mesh = fz.AbstractMesh(unified_memory=name != "offload_cpu", **axes)
     params, batch = meta(models.gpt_init(fz.random.key(0), layers=layers)), meta_part(batches(1)[0], mesh.size)
     if name.startswith("evaluate"):
         return fz.lower(VARIANTS[name](fz.eval_step(evaluate)), mesh, params, (batch,)).program

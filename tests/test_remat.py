@@ -152,8 +152,8 @@ def test_an_output_that_the_next_block_reads_is_not_kept_twice():
         fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x
     ).program
     assert saved_bytes(program) == 0
-    (second,) = [line for line in program.lines if line.attrs.get("call") == 1 and line.attrs["backward"]]
-    (first,) = [line for line in program.lines if line.attrs.get("call") == 1 and not line.attrs["backward"]]
+    (second,) = [line for line in program.lines if line.is_backward and line.block.number == 1]
+    (first,) = [line for line in program.lines if line.is_forward and line.block.number == 1]
     assert first.out[0].name in second.args
     # it is not recomputed either
     assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}

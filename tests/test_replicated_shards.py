@@ -57,13 +57,13 @@ def test_replicas_reduce_once_a_step(sharded):
         program, moved, lines = lowered.program, Counter[str](), Counter[str]()
         for line, times in program.walk():
             if line.op.endswith("_start"):
-                lines[line.attrs["axes"][0]] += times
-                moved[line.attrs["axes"][0]] += times * transfer_bytes(line, program.values_by_name, program.mesh)
+                lines[line.axes[0]] += times
+                moved[line.axes[0]] += times * transfer_bytes(line, program.values_by_name, program.mesh)
         assert (lines["replica"], moved["replica"]) == (3, 4 + 2 * 64 * 4 // 2), (
             "two blocks' shards, the loss, each sent once by either of two ranks"
         )
         in_loop = (x for line in program.lines if line.op == "loop" for x in line.body)
-        assert not any("replica" in x.attrs.get("axes", ()) for x in in_loop if x.op.endswith("_start"))
+        assert not any("replica" in x.axes for x in in_loop if x.op.endswith("_start"))
 
 
 def wrong(cases: list[tuple[str, int]]) -> list[Any]:

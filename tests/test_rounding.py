@@ -222,7 +222,7 @@ def test_one_function_updates_all_layers_alike():
     step = fz.shard_params(fz.mixed_precision(fz.train_step(loss_fn, optim.adam(1e-3)), "fp32", params="bf16"))
     for mesh in (fz.AbstractMesh(data=1), fz.AbstractMesh(data=2)):
         program = fz.lower(step, mesh, init, torch.empty(8, device="meta")).program
-        starts = [line.attrs["base"] for line in program.lines if line.op == "draw_start"]
+        starts = [line.attrs.base for line in program.lines if line.op == "draw_start"]
         assert sorted(starts) == [0, 13, 16, 79, 82, 145]  # last, and of each layer b and w; `one` is the last
         updates = [line.fn for line in program.lines if any("layers" in w for w in line.writes)]
         assert len(updates) == 2 and len(set(updates)) == 1

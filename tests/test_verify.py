@@ -13,6 +13,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
+from fzero.program.attrs import CastAttrs, GatherAttrs, Over, ReduceAttrs
 from fzero.program.ir import MOVING, Line, Placement, Program, Value
 from fzero.program.verify import verify
 
@@ -60,7 +61,7 @@ def op(name: str) -> Callable[[Line], bool]:
 
 
 def is_block(line: Line) -> bool:
-    return line.op == "call" and "joint" in line.attrs
+    return line.op == "call" and line.block is not None
 
 
 def is_update(line: Line) -> bool:
@@ -138,7 +139,10 @@ def test_read_while_moving(stage3: Program) -> None:
     at = first(stage3, op("all_gather_start"))
     handle = stage3.lines[at].out[0]
     read = Line(
-        "cast", (handle.name,), (replace(handle, name="early", placement=Placement()),), attrs={"dtype": handle.dtype}
+        "cast",
+        (handle.name,),
+        (replace(handle, name="early", placement=Placement()),),
+        attrs=CastAttrs(dtype=handle.dtype),
     )
     rejects(changed(stage3, at, stage3.lines[at], read), "cast  -> early", f"{handle.name} is still moving")
 
@@ -206,7 +210,10 @@ def test_what_a_loop_makes_stays_in_it(looped: Program) -> None:
     loop = looped.lines[first(looped, op("loop"))]
     inner = next(line.out[0] for line in loop.body if is_block(line))
     copy = Line(
-        "cast", (inner.name,), (replace(inner, name="leaked", placement=Placement()),), attrs={"dtype": inner.dtype}
+        "cast",
+        (inner.name,),
+        (replace(inner, name="leaked", placement=Placement()),),
+        attrs=CastAttrs(dtype=inner.dtype),
     )
     rejects(with_lines(looped, *looped.lines, copy), "cast  -> leaked", f"{inner.name} is read before it is made")
 
@@ -291,7 +298,7 @@ def test_casts(stage3: Program) -> None:
         (replace(source, name="c"), torch.bfloat16),
         (replace(source, name="c", dtype=torch.bfloat16, shape=(1,)), torch.bfloat16),
     ):
-        cast = Line("cast", (source.name,), (out,), attrs={"dtype": dtype})
+        cast = Line("cast", (source.name,), (out,), attrs=CastAttrs(dtype=dtype))
         rejects(with_lines(stage3, *stage3.lines[:at], cast, *stage3.lines[at:]), "cast  -> c", "becomes")
 
 
@@ -299,7 +306,7 @@ def test_a_cast_keeps_the_placement(stage3: Program) -> None:
     at = first(stage3, op("all_gather_start"))
     shard = stage3.lines[at].args[0]
     value = stage3.values()[shard]
-    cast = Line("cast", (shard,), (Value("c", value.shape, torch.bfloat16),), attrs={"dtype": torch.bfloat16})
+    cast = Line("cast", (shard,), (Value("c", value.shape, torch.bfloat16),), attrs=CastAttrs(dtype=torch.bfloat16))
     rejects(changed(stage3, at, cast, stage3.lines[at]), "cast  -> c", "becomes")
 
 
@@ -321,7 +328,7 @@ def test_gather_of_a_local_value(stage3: Program) -> None:
     local = stage3.lines[at - 1].out[0]
     handle, out = Value("g", (), torch.uint8, MOVING), replace(local, name="all_of_it", placement=Placement())
     lines = (
-        Line("all_gather_start", (local.name,), (handle,), attrs={"axes": ("data",)}),
+        Line("all_gather_start", (local.name,), (handle,), attrs=GatherAttrs(axes=("data",))),
         Line("wait", ("g",), (out,)),
     )
     rejects(
@@ -354,7 +361,13 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
     out = stage3.lines[at].out[0]
     handle = Value("twice", (), torch.uint8, MOVING)
     lines = (
-        Line("all_reduce_start", (out.name,), (handle,), attrs={"axes": ("data",), "op": "sum"}, by="data_parallel"),
+        Line(
+            "all_reduce_start",
+            (out.name,),
+            (handle,),
+            attrs=ReduceAttrs(axes=("data",), reduction="sum"),
+            by="data_parallel",
+        ),
         Line("wait", ("twice",), (replace(out, name="doubled"),)),
     )
     rejects(changed(stage3, at, stage3.lines[at], *lines), "all_reduce_start  -> twice", f"{out.name} is whole")
@@ -362,7 +375,7 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
 
 def test_take_shard_of_a_shard(stage3: Program) -> None:
     leaf = stage3.values()["params['scale']"]
-    take = Line("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs={"axes": ("data",)})
+    take = Line("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=Over(axes=("data",)))
     rejects(with_lines(stage3, take, *stage3.lines), "take_shard  -> s", "takes a shard of float32[4] shard(data)")
 
 
@@ -419,12 +432,12 @@ def test_read_after_overwritten(stage3: Program, stage1: Program) -> None:
     at = first(stage3, is_update)
     leaf = next(w for w in stage3.lines[at].writes if w.startswith("params"))
     value = stage3.values()[leaf]
-    cast = Line("cast", (leaf,), (replace(value, name="late"),), attrs={"dtype": value.dtype})
+    cast = Line("cast", (leaf,), (replace(value, name="late"),), attrs=CastAttrs(dtype=value.dtype))
     rejects(with_lines(stage3, *stage3.lines, cast), "cast  -> late", f"{leaf} has been overwritten")
     # a shard taken of a whole leaf is a view of it: overwritten with it
     taken = next(line for line in stage1.lines if line.op == "take_shard")
     shard = taken.out[0]
-    cast = Line("cast", (shard.name,), (replace(shard, name="late"),), attrs={"dtype": shard.dtype})
+    cast = Line("cast", (shard.name,), (replace(shard, name="late"),), attrs=CastAttrs(dtype=shard.dtype))
     rejects(with_lines(stage1, *stage1.lines, cast), "cast  -> late", f"{shard.name} has been overwritten")
 
 

@@ -271,18 +271,18 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
         offload, fz.accumulate(4, vertical=True), fz.remat("none"), fz.data_parallel(), unified_memory=False
     )
     waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
-    lines = [line for line in program.lines if line.by in ("offload", "fuse") or "joint" in line.attrs]
+    lines = [line for line in program.lines if line.by in ("offload", "fuse") or line.block is not None]
     seen = 0
     for i, line in enumerate(lines):
         if line.op == "to_device_start" and not line.writes:
             brought = {v.name for v in waits[line.out[0].name].out}
             reader = next(
-                (k for k, x in enumerate(lines) if "joint" in x.attrs and not brought.isdisjoint(x.args)), None
+                (k for k, x in enumerate(lines) if x.block is not None and not brought.isdisjoint(x.args)), None
             )
             if reader is None:  # what the update leaves on the device
                 continue
-            passed = sum("joint" in x.attrs for x in lines[i:reader])
-            micro = lines[reader].attrs["micro"][0]
+            passed = sum(x.block is not None for x in lines[i:reader])
+            micro = lines[reader].micro[0]
             assert micro == 0 or not any(a in program.leaves for a in line.args)
             assert passed <= (4 if micro == 0 else 1)
             seen += micro > 0
@@ -306,8 +306,8 @@ def test_what_only_reads_the_state_is_made_once():
 def test_a_line_and_its_repetitions_stand_together():
     for transforms in ((fz.data_parallel(),), (fz.shard_params(), fz.mixed_precision("bf16"))):
         program = lowered(*transforms, fz.accumulate(3, vertical=True))
-        blocks = [line for line in program.lines if "joint" in line.attrs]
-        assert [line.attrs["micro"] for line in blocks] == [(m, 3) for _ in range(len(blocks) // 3) for m in range(3)]
+        blocks = [line for line in program.lines if line.block is not None]
+        assert [line.micro for line in blocks] == [(m, 3) for _ in range(len(blocks) // 3) for m in range(3)]
         groups = [blocks[i : i + 3] for i in range(0, len(blocks), 3)]
         assert all(len({line.fn for line in group}) == 1 for group in groups)
 
@@ -347,7 +347,7 @@ def test_a_gather_starts_before_all_of_the_block_before():
         if line.op == "all_gather_start":
             brought = {v.name for v in waits[line.out[0].name].out}
             reader = next(k for k, x in enumerate(lines) if not brought.isdisjoint(x.args) and k > i)
-            between.append(sum("joint" in x.attrs for x in lines[i:reader]))
+            between.append(sum(x.block is not None for x in lines[i:reader]))
     assert between[0] == 0 and set(between[1:]) == {3}
 
 
@@ -366,11 +366,10 @@ def test_an_update_comes_with_its_blocks_last_micro_batch():
     program = lowered(fz.shard_params(), fz.accumulate(3, vertical=True))
     lines = list(program.lines)
     updates = [i for i, line in enumerate(lines) if line.op == "call" and line.writes]
-    backwards = [i for i, line in enumerate(lines) if line.attrs.get("backward")]
+    backwards = [i for i, line in enumerate(lines) if line.is_backward]
     assert len(updates) == 6 and sum(i < backwards[-1] for i in updates) >= 4
     assert not any(
-        lines[i].attrs["micro"][0] < 2 and lines[i].attrs["micro"][0] + 1 == lines[k].attrs["micro"][0]
-        for i, k in _around(updates, backwards)
+        lines[i].micro[0] < 2 and lines[i].micro[0] + 1 == lines[k].micro[0] for i, k in _around(updates, backwards)
     )
 
 

@@ -226,7 +226,9 @@ def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
             params = models.gpt_init(fz.random.key(0), layers=layers)
             programs.append(fz.lower(step, fz.AbstractMesh(data=4), params, models.meta_part(batches(1)[0], 4)).program)
         assert len(programs[0].functions) == len(programs[1].functions)
-        maxima = [[x for x, _ in p.walk() if x.op == "all_reduce_start" and x.attrs["op"] == "max"] for p in programs]
+        maxima = [
+            [x for x, _ in p.walk() if x.op == "all_reduce_start" and x.attrs.reduction == "max"] for p in programs
+        ]
         assert [len(x) for x in maxima] == [1 + (number > 0)] * 2  # of outputs, and of gradients that are sharded
 
 

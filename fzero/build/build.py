@@ -1,4 +1,4 @@
-"""Functions made executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
+"""Makes functions executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
 function."""
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def has_compiler() -> bool:
-    """Whether this machine has a C++ compiler for Inductor's CPU code."""
+    """Whether this machine has a C++ compiler for Inductor's CPU code.
+
+    Example:
+        >>> isinstance(has_compiler(), bool)
+        True
+    """
     import os
 
     return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)

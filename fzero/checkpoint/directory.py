@@ -1,4 +1,4 @@
-"""Where checkpoints lie under a root, and which of them is the newest.
+"""Finds the checkpoints under a root, and the newest of them.
 
     root/latest                          the name of the newest complete checkpoint
     root/step-00000100/index.json
@@ -47,6 +47,15 @@ def latest(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: there is none, or `latest` names one that is not there.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> latest(root).name
+        'step-00000000'
     """
     root = as_path(path)
     if not root.is_dir():

@@ -1,4 +1,4 @@
-"""From safetensors files, in Hugging Face's layout or a single one, to a pytree of host tensors."""
+"""Imports safetensors files, in Hugging Face's layout or a single one, as a pytree of host tensors."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     Raises:
         CheckpointError: files that are missing or malformed, or leaves that differ from `like`: all of them at once.
             Such files carry no checksums: bytes flipped inside a tensor cannot be seen.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(f"{root}/run", step.init({"w": torch.ones(2)}))
+        >>> files = checkpoint.export(f"{root}/run", f"{root}/model")
+        >>> import_(f"{root}/model")
+        {'w': tensor([1., 1.])}
     """
     path = Path(path)
     entries, tied = _entries(path)
@@ -92,7 +102,7 @@ def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied
 
 
 def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
-    """Where every tensor is, and which names were tied to which."""
+    """The place of every tensor, and the names that are tied to others."""
     weight_map: dict[str, str] | None = None
     if path.is_dir() and (path / WEIGHTS_INDEX).exists():
         weight_map = _weight_map(path / WEIGHTS_INDEX)

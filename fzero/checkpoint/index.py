@@ -1,4 +1,4 @@
-"""index.json: what a checkpoint holds and where, sealed with a sha256 of itself.
+"""Reads and writes index.json: the leaves of a checkpoint and their files, sealed with a sha256 of itself.
 
 Nothing read from an index is trusted: it names files by plain names inside its own directory, and all of it is checked
 before any of it is used.
@@ -56,10 +56,20 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     `leaves` has the whole shape and dtype of every leaf by dotted name, tied ones included; `aliases` maps the later
     names of a tied leaf to the first, under which it is stored.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> index = checkpoint.describe(root)
+        >>> index.step, sorted(index.leaves)
+        (0, ['key', 'params.w', 'step'])
     """
 
     directory: Path
@@ -83,7 +93,7 @@ def show(shape: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
-    """What a checkpoint holds, from its index alone: no data is read.
+    """The contents of a checkpoint, from its index alone: no data is read.
 
     Args:
         path: one step's directory, or the root of several: then its latest.
@@ -94,6 +104,15 @@ def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
     Raises:
         CheckpointError: no checkpoint there, or an index that is missing, damaged, of a newer version, or names files
             outside its directory; or ranks that see different checkpoints.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> checkpoint.describe(root).leaves["params.w"]
+        ((2,), torch.float32)
     """
     return agreed(ALONE if mesh is None or mesh.device_mesh is None else world(), path)
 
@@ -171,6 +190,15 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
     Raises:
         CheckpointError: as for `describe`; or a NamedTuple or dataclass of the tree that this program has not imported,
             or whose fields are others now.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> checkpoint.structure(root).params["w"].shape
+        torch.Size([2])
     """
     index = path if isinstance(path, Index) else describe(path)
     metas = {

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
+"""Reads a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
 
 from __future__ import annotations
 
@@ -91,6 +91,15 @@ def verify(path: str | os.PathLike[str]) -> Index:
 
     Raises:
         CheckpointError: lists every file that is missing, truncated or damaged, and the leaves that are hit.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> from fzero import checkpoint
+        >>> root = tempfile.mkdtemp()
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> path = checkpoint.save(root, step.init({"w": torch.ones(2)}))
+        >>> verify(root).step
+        0
     """
     index = describe(path)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -331,7 +340,7 @@ def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = N
 
 
 def _held(index: Index, file: str, start: int, stop: int) -> str:
-    """Which leaves lie in a range of bytes."""
+    """The leaves that lie in a range of bytes."""
     hit = [
         name
         for name, parts in index.parts.items()

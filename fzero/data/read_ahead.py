@@ -1,4 +1,4 @@
-"""Batches made ready by a background thread while the device computes."""
+"""Prefetches batches in a background thread while the device computes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,18 @@ def read_ahead(
 
 
 class ReadAhead:
-    """The iterator of `read_ahead`; also a context manager that closes itself."""
+    """The iterator of `read_ahead`; also a context manager that closes itself.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from fzero import data
+        >>> path = tempfile.mkdtemp() + "/tokens.bin"
+        >>> data.write_tokens(path, torch.arange(100), torch.uint16)
+        >>> tokens = data.TokenDataset(path, dtype=torch.uint16, seq=8, batch=2)
+        >>> with data.read_ahead(tokens, 0, 3) as batches:
+        ...     print([step for step, batch in batches])
+        [0, 1, 2]
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+"""Makes the base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
 
 A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype
 its gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.layout import LOSS_SCALE
+from fzero.layout import slot_path
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, record_update
@@ -23,6 +23,7 @@ from fzero.precision.delayed import Slot
 from fzero.precision.fp8_gather import in_8_bits
 from fzero.precision.statistics import Watched, watched_blocks
 from fzero.program.aliases import Aliases
+from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions, Inputs, Lines, run_traced
 from fzero.program.names import Names, identifier
@@ -48,7 +49,7 @@ def lower_train(t: Training) -> Lowered:
     lines += more
     places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
     if t.precision.loss_scale is not None:
-        places.append((f"{LOSS_SCALE}.scale", (), torch.float32))
+        places.append((slot_path("loss_scale", "scale"), (), torch.float32))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
@@ -176,7 +177,7 @@ def _reduced_grads(
         ):
             grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
             casts.setdefault(source, []).append(
-                Line("cast", (source,), (grads[i],), attrs={"dtype": grads[i].dtype}, by="mixed_precision")
+                Line("cast", (source,), (grads[i],), attrs=CastAttrs(dtype=grads[i].dtype), by="mixed_precision")
             )
     made_here = {v.name for line in lines for v in line.out}
     lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
@@ -232,7 +233,7 @@ def lower_eval(
             graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
         results.append(names("mean"))
         value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
-        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), {"of_sums": True}))
+        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
     inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
     program = Program(
         name=name,
@@ -256,7 +257,7 @@ def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Lin
         values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
         if dtype != leaf.dtype:
             values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
-            lines.append(Line("cast", (leaf.path,), (values[i],), attrs={"dtype": dtype}, by="mixed_precision"))
+            lines.append(Line("cast", (leaf.path,), (values[i],), attrs=CastAttrs(dtype=dtype), by="mixed_precision"))
     return lines, values
 
 
@@ -279,7 +280,7 @@ def _distinct(
                     "cast",
                     (name,),
                     (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),),
-                    attrs={"dtype": value.dtype},
+                    attrs=CastAttrs(dtype=value.dtype),
                 )
             )
             name = lines[-1].out[0].name
@@ -293,7 +294,7 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
     origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
     owners: dict[str, int] = {}
     for number, line in enumerate(lines):
-        for arg in line.args if line.op == "call" and not line.attrs.get("scales") else ():
+        for arg in line.args if line.op == "call" and not line.scales else ():
             leaf = origin.get(arg, arg)
             if leaf in leaves:
                 owners.setdefault(leaf, number)

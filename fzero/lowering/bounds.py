@@ -1,4 +1,4 @@
-"""Lower bounds of a step's bytes on each tier and of its seconds, by where its state rests: sums over leaves, for which
+"""Bounds a step's bytes on each tier and its seconds from below, by where its state rests: sums over leaves, for which
 no program is made.
 
 A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make;
@@ -43,12 +43,12 @@ class Least(NamedTuple):
 
     @property
     def peaks(self) -> tuple[int, int, int]:
-        """Of device, host and disk."""
+        """The peaks of device, host and disk."""
         return int(self.device), int(self.host), int(self.disk)
 
     @property
     def seconds(self) -> float:
-        """Of a step, if all queues of a phase work side by side."""
+        """The seconds of a step, if all queues of a phase work side by side."""
         return sum(map(max, self.phases))
 
     @property
@@ -62,7 +62,7 @@ HIDDEN = 1 / 8  # of what a queue that is not the busiest takes is seen in a ste
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is made of, in bytes on each rank.
+    """The parts of a step, in bytes on each rank.
 
     Attributes:
         resting: state that stays on the device wherever the rest is.
@@ -89,7 +89,7 @@ class Sizes:
     backward_seconds: float
 
     def least(self, rests: Rests, on_host: bool, grads: str, device: Device, guess: Sequence[str] = ()) -> Least:
-        """What a layout takes.
+        """The least that a layout takes.
 
         Args:
             rests: where what is.
@@ -186,7 +186,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         for line, _ in calls
     )
     time = {
-        back: sum(n * seconds(x, program, device, backend) for x, n in calls if bool(x.attrs.get("backward")) == back)
+        back: sum(n * seconds(x, program, device, backend) for x, n in calls if x.is_backward == back)
         for back in (False, True)
     }
     return Sizes(
@@ -197,7 +197,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         grads=sum(local_bytes(values[g], program.mesh) for g in waiting_on_host(program, frozenset(), "host")),
         activations=sum(values[a].nbytes for a in saved_activations(program)),
         inside=max(inside, default=0),
-        turns=max((line.attrs["count"] for line in program.lines if line.op == "loop"), default=1),
+        turns=max((line.count for line in program.lines if line.op == "loop"), default=1),
         waits=waits_for_all(program),
         forward_seconds=time[False],
         backward_seconds=time[True],

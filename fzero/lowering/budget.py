@@ -1,5 +1,4 @@
-"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest,
-by the plan.
+"""Searches for the fastest program within a memory budget, among the choices that a step leaves open, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
 and reduced once, which gathers serve forward and backward, how far ahead a gather starts, which transfers travel
@@ -31,6 +30,7 @@ from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
 from fzero.transforms.base import find
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.remat import Remat
 from fzero.units import duration, exact_size, size
 
@@ -56,7 +56,7 @@ class Budget:
 
     @property
     def limits(self) -> tuple[int | None, int | None, int | None]:
-        """Of device, host and disk."""
+        """The limits of device, host and disk."""
         return self.nbytes, self.host, self.disk
 
     def over(self, peaks: tuple[int, int, int]) -> int:
@@ -79,6 +79,7 @@ def choose(
     auto: bool,
     loops: bool,
     open_side: bool = False,
+    open_stay: bool = False,
 ) -> Choice | None:
     """The choice whose program is predicted to be fastest within a budget, of those within 1 % the one whose start
     comes first; None if none fits.
@@ -90,13 +91,11 @@ def choose(
         auto: whether what blocks keep is open.
         loops: whether there are micro-batches.
         open_side: whether it is open on which side what rests off the device is updated.
+        open_stay: whether it is open how many blocks' parameters stay gathered over the axis of `once_a_step`.
     """
     known = _Known(build, budget)
-    grown = [
-        found
-        for start in starts
-        if (found := _grown(known, start, auto, loops, ENDS if open_side else ENDS[:1])) is not None
-    ]
+    ends = ENDS if open_side else ENDS[:1]
+    grown = [found for start in starts if (found := _grown(known, start, auto, loops, open_stay, ends)) is not None]
     refined: dict[Choice, Choice] = {}
     for choice in sorted(grown, key=known.seconds):
         best = min(map(known.seconds, refined.values()), default=math.inf)
@@ -106,7 +105,7 @@ def choose(
 
 
 class _Known:
-    """What was found out about the programs of choices, once for each program."""
+    """Caches what was found out about the programs of choices, once for each program."""
 
     def __init__(self, build: Callable[[Choice], Program], budget: Budget):
         device, backend = budget.device, budget.backend
@@ -121,14 +120,16 @@ class _Known:
         return self.queues(choice)[0]
 
     def least_seconds(self, choice: Choice, open_side: bool) -> float:
-        """What a step takes at least, wherever the updates of a choice run and however far ahead a transfer starts: as
+        """The least seconds of a step, wherever the updates of a choice run and however far ahead a transfer starts: as
         long as its busiest queue."""
         if not open_side:
             return max(self.queues(choice)[1].values())
         return next(_mixes(*(self.queues(replace(choice, host_share=share))[1] for share in ENDS)))[1]
 
 
-def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence[float]) -> Choice | None:
+def _grown(
+    known: _Known, least: Choice, auto: bool, loops: bool, open_stay: bool, ends: Sequence[float]
+) -> Choice | None:
     """The choice with as much kept for the backward, and as many gathers that serve twice, as fit, and gradients added
     up as is faster; None if it does not fit itself."""
     start = next((c for c in (replace(least, host_share=share) for share in ends) if known.fits(c)), None)
@@ -143,7 +144,9 @@ def _grown(known: _Known, least: Choice, auto: bool, loops: bool, ends: Sequence
         else:
             keep = [lambda c: _keeps_most(c, known.fits)] if auto else []
             share = [lambda c: _shares_most(c, len(sharable(known.build(c))), known.fits)]
-            orders = (keep + share, share + keep)[: 1 + auto]  # memory goes to what comes first
+            stay = [lambda c: _stays_most(c, known.fits)] if open_stay else []
+            orders = [*(keep + share, share + keep)[: 1 + auto]]  # memory goes to what comes first
+            orders = [stay + grows for grows in orders] + [grows + stay for grows in orders if stay]
             found += [functools.reduce(lambda c, grow: grow(c), grows, base) for grows in orders]
     best = min(found, key=lambda c: (known.seconds(c), known.peaks(c)))
     others = [c for c in found if c.whole_grads != best.whole_grads]
@@ -207,8 +210,8 @@ def _with_share(known: _Known, ends: Sequence[Choice]) -> Choice:
 
 
 def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
-    """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 %
-    of it; None if none fits."""
+    """Among the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1
+    % of it; None if none fits."""
     if len(choices) == 1:
         return choices[0]
     known = _Known(build, budget)
@@ -234,7 +237,7 @@ def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[t
 
 
 def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> Callable[[Choice], Any]:
-    """What is found out about the program of a choice, once for each program."""
+    """The findings about the program of a choice, once for each program."""
     known: dict[int, tuple[Program, Any]] = {}
 
     def of(choice: Choice) -> Any:
@@ -247,7 +250,7 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
-    """What was open of a program that has been chosen: without a budget only what becomes of the gradients of
+    """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
     out = []
     if budget is not None and budget.nbytes is not None:
@@ -256,6 +259,20 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(
             Decision(
                 "remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"
+            )
+        )
+    if (once := find(program.transforms, OnceAStep)) is not None:
+        why = "as many blocks as fit and are fastest" if once.least < once.most else "the step says so"
+        why = (
+            why
+            if (budget is not None and budget.nbytes is not None) or once.least == once.most
+            else "of all blocks: there is no budget"
+        )
+        out.append(
+            Decision(
+                "gathered once a step",
+                f"{choice.stay:.3g}",
+                f"the share of blocks whose parts stay gathered over {once.axis}: {why}",
             )
         )
     for loop in (line for line in program.lines if line.op == "loop"):
@@ -352,19 +369,19 @@ FEW = 0.05  # of the peak: what takes less is not worth advice
 
 
 def share_of(found: Plan, roles: Sequence[str]) -> float:
-    """How much of the peak some roles take."""
+    """The share of the peak that some roles take."""
     return sum(found.breakdown[role] for role in roles) / max(1, found.peak_bytes)
 
 
 def filling(program: Program, found: Plan) -> list[str]:
-    """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are
-    many."""
+    """The roles that fill the device's memory at the peak, the most first, and what the gradients wait for where there
+    are many."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
     return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 
 
 def filling_host(found: Plan) -> list[str]:
-    """What fills the host's memory, the most first."""
+    """The roles that fill the host's memory, the most first."""
     return [f"on the host: {_listed(found.host_breakdown)}"]
 
 
@@ -381,11 +398,11 @@ def waiting(program: Program) -> str | None:
     """Why gradients pile up until the backward is over, if they do."""
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
-    backward = [i for i, line in enumerate(program.lines) if line.attrs.get("backward")]
+    backward = [i for i, line in enumerate(program.lines) if line.is_backward]
     updates = [
         i
         for i, line in enumerate(program.lines)
-        if line.by == "optimizer" and line.writes and line.fn and not line.attrs.get("guess")
+        if line.by == "optimizer" and line.writes and line.fn and not line.guess
     ]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
@@ -397,6 +414,10 @@ def waiting(program: Program) -> str | None:
 
 def _keeps_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
     return replace(choice, remat=_largest(FINEST, lambda n: fits(replace(choice, remat=n / FINEST))) / FINEST)
+
+
+def _stays_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+    return replace(choice, stay=_largest(FINEST, lambda n: fits(replace(choice, stay=n / FINEST))) / FINEST)
 
 
 def _shares_most(choice: Choice, most: int, fits: Callable[[Choice], bool]) -> Choice:

@@ -1,5 +1,5 @@
-"""Leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with how it rests, from
-abstract values alone.
+"""Makes leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with its layout,
+from abstract values alone.
 
 Here the transforms that decide about layouts meet: sharding, precision, offload. What the leaves are for is lower.py's.
 """
@@ -15,13 +15,11 @@ import torch
 from fzero import compat, tree
 from fzero.arguments import accepts_none
 from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, FP8, GRADIENTS, LOSS_SCALE, PRECISION, Layout, Leaf, ties, torn_ties
+from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, ties, torn_ties
+from fzero.lowering.slots import SLOTS
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
-from fzero.optim.loss_scale import LossScaleState
-from fzero.precision.counters import PrecisionState
-from fzero.precision.delayed import FORMATS, Fp8State
 from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
@@ -32,6 +30,7 @@ from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
 
 
@@ -62,7 +61,9 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(records, mesh, lambda leaf: precision is not None and precision.casts(leaf))
+    zero = shard.Zero(
+        records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep)
+    )
     zero.check()
     return zero
 
@@ -86,7 +87,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
         leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
-        leaves.append(leaf.with_layout(axes=(zero.axis,)) if zero.rests_sharded(leaf) else leaf)
+        leaves.append(zero.rests(leaf))
     tied = ties(flat)
     _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
@@ -160,14 +161,14 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
-            axes = (zero.axis,) if zero.axis and zero.opt_state(params.leaves[mirrored]) else ()
+            axes = zero.opt_state(params.leaves[mirrored])
             leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
 
 def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their
-    masters are."""
+    """The copies to compute with of masters that rest off the device, by position: leaves of the state, sharded as
+    their masters are."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or isinstance(step, EvalStep):
         return {}
@@ -182,7 +183,7 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
 
 
 def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What gradients wait in that wait on disk, by the position of their parameter: leaves of the state, laid out as
+    """The leaves in which gradients wait on disk, by the position of their parameter: leaves of the state, laid out as
     updates read gradients.
 
     Raises:
@@ -206,8 +207,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     for i in params.distinct:
         param = params.leaves[i]
         if trained[i] and tiers[i].gradient != "device":
-            axes = (zero.axis,) if zero.axis and zero.opt_state(param) else ()
-            layout = Layout(precision.reduce(param), axes, tiers[i].gradient)
+            layout = Layout(precision.reduce(param), zero.opt_state(param), tiers[i].gradient)
             out[i] = Leaf(f"{GRADIENTS}{param.path.removeprefix('params')}", "gradients", param.shape, layout)
     return out
 
@@ -220,7 +220,7 @@ def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) 
 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
-    """Of each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
+    """For each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
     by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
 
     def mirrored(leaf: Leaf) -> int | None:
@@ -244,7 +244,7 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
     if auto_of(step) is not None:
         fix = (
             "give an evaluation, or a step to check, the transforms of the compiled step: "
-            "fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+            "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
         )
         raise TransformError(
             message(
@@ -274,21 +274,8 @@ def batch_inputs(batch: Any) -> Inputs:
 
 def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
     """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
-    precision = find(step.transforms, MixedPrecision)
     leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
-    if precision_of(step).loss_scale is not None:
-        dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in LossScaleState._fields}
-        leaves += [Leaf(f"{LOSS_SCALE}.{name}", "loss_scale", (), Layout(dtype)) for name, dtype in dtypes.items()]
-    if precision is not None and precision.auto:
-        leaves += [
-            Leaf(f"{PRECISION}.{name}", "precision", (len(params.ties),), Layout(torch.int32))
-            for name in PrecisionState._fields
-        ]
-    if (fp8 := find(step.transforms, Fp8)) is not None and fp8.history is not None:
-        leaves += [
-            Leaf(f"{FP8}.{name}", "fp8", (fp8.history, len(FORMATS), len(params.ties)), Layout(torch.float32))
-            for name in Fp8State._fields
-        ]
+    leaves += [leaf for row in SLOTS.values() for leaf in row.table(step, params)]
     return {leaf.path: leaf for leaf in leaves}
 
 

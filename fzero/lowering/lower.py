@@ -1,9 +1,8 @@
-"""From a step to a program: every arrow of the design's picture, in order.
+"""Lowers a step to a program: every arrow of the design's picture, in order.
 
-    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> --
-    place in the pool -->
+    step + example batch -- trace --> base program -- passes (fzero/passes/pipeline.py) --> finished program
 
-After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several
+After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
 choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs
 devices: `lower` works for any mesh on abstract tensors.
 """
@@ -60,6 +59,7 @@ from fzero.trace.record import uncollected
 from fzero.transforms import accumulate, remat, shard
 from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
+from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
 from fzero.units import parse_budgets, size
 
@@ -70,9 +70,21 @@ and some seconds."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its program, and the structures of what goes in and comes out."""
+    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
 
-    program: Program
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    There is one stage, of all ranks.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
+        (True, True)
+    """
+
+    programs: tuple[Program, ...]
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
@@ -88,6 +100,12 @@ class Lowered:
 
     def __str__(self) -> str:
         return str(self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        (program,) = self.programs
+        return program
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -107,8 +125,8 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it
-        was lowered for."""
+        """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
+        it was lowered for."""
         return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
@@ -225,7 +243,8 @@ def lower_inputs(
         for passed in added(cut):
             cut = before[passed.name] = passed.verified(passed.rewrite(cut, None))
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
-        return _fitting(Lowered(verified(cut, closed(cut)), params, None, batch, structure, budget, stages=stages))
+        program = verified(cut, closed(cut))
+        return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
     traced = traced or _traced(step, mesh, params, batch)
     variants = traced.variants
 
@@ -233,7 +252,7 @@ def lower_inputs(
         program = variants.verified(choice)
         stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
-            program,
+            (program,),
             params,
             traced.opt_state,
             batch,
@@ -261,7 +280,11 @@ def lower_inputs(
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
-        return choose(variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side)
+        once = find(step.transforms, OnceAStep)
+        open_stay = once is not None and once.least < once.most
+        return choose(
+            variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay
+        )
 
     *sooner, last = variants.grads(least)
     choice = (best(sooner) if sooner else None) or best([last])
@@ -315,7 +338,9 @@ def _traced(
     trains = step.trains(abstract_params(params))
     if not any(trains):
         raise FzeroValueError(
-            message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point")
+            message(
+                "train_step", "no trainable parameters", fix="check `trainable`, and that parameters are floating point"
+            )
         )
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
@@ -386,7 +411,9 @@ def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
     """The choice that takes least memory, and whether what blocks keep is open."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     auto = policy == "auto"
-    return Choice(0.0 if auto and budget is not None and budget.nbytes is not None else policy), auto
+    limited, once = budget is not None and budget.nbytes is not None, find(step.transforms, OnceAStep)
+    stay = 0.0 if once is None else once.least if limited else once.most
+    return Choice(0.0 if auto and limited else policy, stay=stay), auto
 
 
 class Resolved(NamedTuple):
@@ -467,7 +494,7 @@ def _fitting(lowered: Lowered) -> Lowered:
 
 
 def _rows(step: Step | None, batch: Inputs) -> int:
-    """Of a rank's batch that are computed with at once."""
+    """The rows of a rank's batch that are computed with at once."""
     found = find(step.transforms, accumulate.Accumulate) if step is not None else None
     return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
         found.num_micro_batches if found else 1
@@ -475,8 +502,8 @@ def _rows(step: Step | None, batch: Inputs) -> int:
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is
-    enough, with those together. Of a large model few are tried: those that are about what takes the most."""
+    """The least peaks with one transform more, the lowest first, of those that lower it; if none is enough, with those
+    together. Of a large model few are tried: those that are about what takes the most."""
     num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
 
@@ -533,8 +560,8 @@ def _with(step: Step, transform: Any) -> Step | None:
     return None if more == step else more
 
 
-def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[bool, ...]]:
-    """Of each parameter whether its state, its gradient and itself are sharded."""
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """For each parameter the axes that its state, its gradient and itself are sharded over."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
@@ -547,12 +574,13 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
         found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
 
     state = ("opt_state", "params")
-    axis = next((a for a, n in mesh.axes.items() if n > 1), None)
-    if axis:
-        about(
-            (*state, "gradients"),
-            *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)),
-        )
+    # over the axes that something is sharded over already, or the fastest; and over all of them
+    used = max((t.axes for t in step.transforms if isinstance(t, shard.Parallel) and t.stage), key=len, default=())
+    several = tuple(a for a, n in reversed(mesh.axes.items()) if n > 1)
+    every = (*used, *(a for a in several if a not in used))
+    stages = (shard.shard_params, shard.shard_opt_state, shard.shard_grads)
+    for axes in dict.fromkeys((used or several[:1], every)) if several else ():
+        about((*state, "gradients"), *(make(axis=axes) for make in stages))
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
@@ -564,5 +592,5 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
 
 
 def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
-    """Where state may rest off the device."""
+    """The tiers on which state may rest off the device."""
     return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

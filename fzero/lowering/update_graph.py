@@ -1,8 +1,9 @@
-"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new
-parameters, metrics."""
+"""Records everything behind the backward as one function: means, gradient norm, loss scale, optimizer, new parameters,
+metrics."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.loss import agreeing
+from fzero.lowering.slots import SLOTS, Taken, slots_of
 from fzero.lowering.training import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
-from fzero.optim.loss_scale import LossScaleState
-from fzero.precision.counters import PrecisionState, counted
-from fzero.precision.delayed import Fp8State, Slot, advanced
+from fzero.precision.delayed import Slot
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
+from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.names import Names
 from fzero.trace.record import record
@@ -53,14 +54,12 @@ def record_update(
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    scale_leaves, count_leaves, fp8_leaves = (
-        [leaf for leaf in t.extras.values() if leaf.role == role] for role in ("loss_scale", "precision", "fp8")
-    )
+    slot_leaves = [leaf for leaf in t.extras.values() if leaf.role in SLOTS]
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     mutable = [*t.averaged, *t.agreed]
     state = [
-        *(*scale_leaves, *count_leaves, *fp8_leaves),
+        *slot_leaves,
         *(params.leaves[i] for i in (*mutable, *trained)),
         *(opt_state.leaves[i] for i in opt_state.distinct),
     ]
@@ -72,9 +71,8 @@ def record_update(
         it = iter(fakes)
         step = next(it)
         key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
-        scale_state = LossScaleState(*(next(it) for _ in scale_leaves)) if scaling is not None else None
-        counts = [next(it) for _ in count_leaves]
-        history = [next(it) for _ in fp8_leaves]
+        carried = slots_of({leaf.path: next(it) for leaf in slot_leaves})
+        scale_state = carried["loss_scale"] if scaling is not None else None
         kept = [next(it) for _ in mutable]
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
@@ -112,33 +110,32 @@ def record_update(
             changed += same
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        written, few = [step + 1, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)], []
-        if scaling is not None and scale_state is not None:
-            overflow = torch.logical_not(torch.isfinite(norm))
+        written = [step + 1, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
+        if overflow is not None:
             old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
             written = [
                 after if after is before else torch.where(overflow, before, after)
                 for before, after in zip(old, written, strict=True)
             ]
-            few, at_minimum = scaling.update(scale_state, overflow)
-            metrics |= {
-                "loss_scale": scale_state.scale.clone(),
-                "skipped": overflow,
-                "loss_scale_at_minimum": at_minimum,
-            }
-        if watched is not None:
+
+        @functools.cache
+        def statistics() -> Mapping[str, torch.Tensor]:
+            assert watched is not None
             tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
-            statistics = gradient_statistics(
+            seen = gradient_statistics(
                 watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale
             )
-            metrics["precision"] = statistics = {
-                **statistics,
-                "output_max": output_maxima(largest.get("block_max"), loss),
-            }
-            safer = [leaf.path in t.precision.safer for leaf in params.leaves] if t.precision.safer else ()
-            few = [*few, *(counted(PrecisionState(*counts), watched, statistics, safer) if counts else ())]
-        if history:
-            few = [*few, *(advanced(Fp8State(*history), slots, largest["fp8_max"]) if slots else history)]
+            return {**seen, "output_max": output_maxima(largest.get("block_max"), loss)}
+
+        taken = Taken(t, loss, norm, finite, overflow, largest, watched, statistics, slots)
+        few: list[torch.Tensor] = []
+        for name, before in carried.items():
+            after, more = SLOTS[name].advance(before, taken)
+            few += after
+            metrics |= more
+        if watched is not None:
+            metrics["precision"] = statistics()
         written[1:1] = few
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
@@ -171,12 +168,12 @@ def record_update(
         "update",
         tuple(n for n, _, _ in places),
         tuple(metric_values),
-        attrs={
-            "graph": recorded,
-            "sums": tuple(v.name for v in sums),
-            "maxima": tuple(v.name for v in maxima.values()),
-            "grads": {params.leaves[i].path: grads[i].name for i in grads},
-        },
+        attrs=UpdateAttrs(
+            graph=recorded,
+            sums=tuple(v.name for v in sums),
+            maxima=tuple(v.name for v in maxima.values()),
+            grads={params.leaves[i].path: grads[i].name for i in grads},
+        ),
         writes=tuple(target for target, _ in written),
     )
     return line, info["structure"]

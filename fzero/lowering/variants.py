@@ -1,5 +1,5 @@
-"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out
-once.
+"""Keeps the programs that one base program becomes under the choices that a step leaves open, and shares work among
+them.
 
 The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the
 one that is taken is verified.
@@ -18,7 +18,7 @@ from fzero.passes import tiers
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.program.ir import WHOLE, Placement, Program, Value
+from fzero.program.ir import Program, Value, resting
 from fzero.trace.record import uncollected
 from fzero.transforms.shard import Zero
 
@@ -83,8 +83,8 @@ class Variants:
         ]
 
     def grads(self, least: Choice) -> list[str]:
-        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least
-        of the device's memory."""
+        """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
+        least of the device's memory."""
         program, found = self.cut(least), dict[Any, str]()
         for grads in tiers.GRADS:
             waiting = tuple(
@@ -132,7 +132,8 @@ class Variants:
         made = {passed.name: program for passed, program in self._opened(choice)}
         whole, cut = made["shard"], self.cut(choice)
         if id(cut.lines) not in self._waiting:
-            names = next(line.attrs["grads"] for line in whole.lines if line.op == "update")
+            assert whole.update is not None
+            names = whole.update.attrs.grads
             waiting = tiers.gradients_that_wait(cut)
             self._waiting[id(cut.lines)] = {
                 names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting
@@ -174,10 +175,7 @@ def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
     if not gradients:
         return program
     leaves = {leaf.path: leaf for leaf in gradients.values()}
-    values = (
-        Value(x.path, x.shape, x.dtype, Placement("shard", x.layout.axes) if x.layout.axes else WHOLE)
-        for x in leaves.values()
-    )
+    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in leaves.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
 
 
@@ -196,7 +194,7 @@ def verified(program: Program, stages: Iterable[tuple[Pass, Program]]) -> Progra
 
 
 def closed(program: Program, chosen: Sides | None = None) -> Iterator[tuple[Pass, Program]]:
-    """What becomes of a program whose update is cut, after every pass."""
+    """The programs that one whose update is cut becomes, after every pass."""
     for passed in CLOSING:
         program = passed.rewrite(program, chosen or Sides())
         yield passed, program

@@ -1,4 +1,4 @@
-"""Adam (Kingma & Ba 2015, arXiv:1412.6980) and AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+"""Defines Adam (Kingma & Ba 2015, arXiv:1412.6980) and AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from fzero.tree import Tree
 
 
 class ScaleByAdamState(NamedTuple):
+    """The state of `adam`: the number of updates, and the means of gradients and of their squares.
+
+    Example:
+        >>> state = adam(0.1).init({"w": torch.ones(2)})
+        >>> state.count.item(), state.mu, state.nu
+        (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
+    """
+
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
     nu: Tree  # like mu: running mean of squared gradients
@@ -72,7 +80,15 @@ def adam(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:
     """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation:
-    `chain(add_decayed_weights(l2), adam(lr))`."""
+    `chain(add_decayed_weights(l2), adam(lr))`.
+
+    Example:
+        >>> from fzero import optim
+        >>> params, optimizer = {"w": torch.ones(2)}, adam(0.1)
+        >>> updates, state = optimizer.update({"w": torch.tensor([1.0, -2.0])}, optimizer.init(params), params)
+        >>> optim.apply_updates(params, updates)
+        {'w': tensor([0.9000, 1.1000])}
+    """
     return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype)
 
 
@@ -80,7 +96,13 @@ def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:
     """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in
-    `adamw`."""
+    `adamw`.
+
+    Example:
+        >>> params, optimizer = {"w": torch.ones(2)}, scale_by_adam()
+        >>> optimizer.update({"w": torch.tensor([1.0, -2.0])}, optimizer.init(params), params)[0]
+        {'w': tensor([ 1.0000, -1.0000])}
+    """
     return _adam("optim.scale_by_adam", 1.0, b1, b2, eps, sign=1, state_dtype=state_dtype)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer is, and how optimizers combine."""
+"""Defines the gradient transformation, and how transformations are chained."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ class GradientTransformation(NamedTuple):
         init: `init(params) -> opt_state`.
         update: `update(grads, opt_state, params) -> (updates, opt_state)`. Updates are what to *add* to params. Those
             that do not read params can be called without them.
+
+    Example:
+        >>> def halved(grads, state, params):
+        ...     return tree.map(lambda g: g / 2, grads), state
+        ...
+        >>> halve = GradientTransformation(lambda params: (), halved)
+        >>> halve.update({"w": torch.ones(2)}, (), None)[0]
+        {'w': tensor([0.5000, 0.5000])}
     """
 
     init: Callable[..., Any]
@@ -28,7 +36,13 @@ class GradientTransformation(NamedTuple):
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that remembers nothing."""
+    """The state of a transformation that remembers nothing.
+
+    Example:
+        >>> from fzero import optim
+        >>> optim.scale(2.0).init({"w": torch.ones(2)})
+        EmptyState()
+    """
 
 
 def is_transformation(value: Any) -> bool:
@@ -46,7 +60,12 @@ def stateless(fn: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
 
 
 def identity() -> GradientTransformation:
-    """Updates are the gradients."""
+    """Updates are the gradients.
+
+    Example:
+        >>> identity().update({"w": torch.ones(2)}, identity().init(None), None)[0]
+        {'w': tensor([1., 1.])}
+    """
     return stateless(lambda grads, params: grads)
 
 

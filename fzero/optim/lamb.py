@@ -1,4 +1,4 @@
-"""LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
+"""Defines LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
 
 from __future__ import annotations
 
@@ -71,6 +71,12 @@ def lamb(
 
     Raises:
         FzeroValueError: a number out of range, a mask of another structure, or an update without params.
+
+    Example:
+        >>> params, optimizer = {"w": torch.ones(4)}, lamb(0.1)
+        >>> updates, state = optimizer.update({"w": torch.ones(4)}, optimizer.init(params), params)
+        >>> updates
+        {'w': tensor([-0.1000, -0.1000, -0.1000, -0.1000])}
     """
     check(
         "optim.lamb", lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2}

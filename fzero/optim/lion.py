@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
+"""Defines Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from fzero.tree import Tree
 
 
 class LionState(NamedTuple):
+    """The state of `lion`: the number of updates, and the mean of gradients.
+
+    Example:
+        >>> state = lion(0.1).init({"w": torch.ones(2)})
+        >>> state.count.item(), state.mu
+        (0, {'w': tensor([0., 0.])})
+    """
+
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
 

@@ -1,4 +1,4 @@
-"""Different transformations for different leaves: `masked` for some, `partition` for all.
+"""Applies different transformations to different leaves: `masked` to some, `partition` to all.
 
 Leaves that a transformation is not meant for are `None` in the trees it sees, so it holds no state for them.
 """
@@ -26,10 +26,29 @@ Labels = Tree | Callable[[str, torch.Tensor], Hashable]
 
 
 class MaskedState(NamedTuple):
+    """The state of `masked`: that of the transformation within, of the leaves that it sees.
+
+    Example:
+        >>> from fzero import optim
+        >>> state = masked(optim.trace(0.9), {"w": True, "b": False}).init({"w": torch.ones(2), "b": torch.ones(1)})
+        >>> state.inner_state.trace
+        {'w': tensor([0., 0.]), 'b': None}
+    """
+
     inner_state: Any  # of the inner transformation, for the leaves of the mask; None if there are none
 
 
 class PartitionState(NamedTuple):
+    """The state of `partition`: one for each label.
+
+    Example:
+        >>> from fzero import optim
+        >>> parts = {"fast": optim.trace(0.9), "still": optim.set_to_zero()}
+        >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> partition(parts, {"w": "fast", "b": "still"}).init(params).inner_states.keys()
+        dict_keys(['fast', 'still'])
+    """
+
     # label -> state of its transformation, for the leaves of that label; None if there are none
     inner_states: dict[Any, Any]
 
@@ -165,7 +184,7 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
 
 def check_mask(where: str, mask: Any, name: str = "mask") -> None:
     """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that
-    is no bool."""
+    is not a bool."""
     if callable(mask) and not dataclasses.is_dataclass(mask):
         reject(where, function(name, mask, "path", "leaf"))
     elif name == "mask" and isinstance(mask, (str, int, float, torch.Tensor)) and not isinstance(mask, bool):

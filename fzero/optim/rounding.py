@@ -1,4 +1,4 @@
-"""Stochastic rounding: parameters that rest in bfloat16 without fp32 masters.
+"""Rounds stochastically, for parameters that rest in bfloat16 without fp32 masters.
 
 An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of
 it). Rounded to nearest it is lost, every time; rounded up or down with probabilities in proportion to the distances,
@@ -38,7 +38,8 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
 
     Paper: Gupta et al., Deep learning with limited numerical precision, ICML 2015.
 
-    Example: 1 and 1.0078125 are neighbours; 1.001953125 is a quarter of the way.
+    Example:
+        >>> # 1 and 1.0078125 are neighbours; 1.001953125 is a quarter of the way.
         >>> from fzero.random import key
         >>> rounded = stochastic_round(key(0), torch.full((10_000,), 1.001953125))
         >>> sorted(set(rounded.tolist())), round(float((rounded > 1).float().mean()), 2)

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step.
+"""Defines learning rates as pure functions of the step.
 
 A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's
 device. Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as
@@ -18,6 +18,13 @@ from fzero.arguments import number
 from fzero.optim.leaves import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
+"""A learning rate by the number of the update, from 0.
+
+Example:
+    >>> rate: Schedule = lambda count: 0.1 / (1 + count)
+    >>> rate(0), rate(4)
+    (0.1, 0.02)
+"""
 
 
 def constant(value: float) -> Schedule:

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum."""
+"""Defines stochastic gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from fzero.tree import Tree
 
 
 class TraceState(NamedTuple):
+    """The state of `trace`: the running sum of gradients.
+
+    Example:
+        >>> trace(0.9).init({"w": torch.ones(2)})
+        TraceState(trace={'w': tensor([0., 0.])})
+    """
+
     trace: Tree  # like params, float32 (float64 for float64 params)
 
 
@@ -30,6 +37,12 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
     Raises:
         FzeroValueError: `decay` out of range.
+
+    Example:
+        >>> optimizer = trace(0.5)
+        >>> _, state = optimizer.update({"w": torch.ones(2)}, optimizer.init({"w": torch.ones(2)}), None)
+        >>> optimizer.update({"w": torch.ones(2)}, state, None)[0]
+        {'w': tensor([1.5000, 1.5000])}
     """
     check("optim.trace", betas={"decay": decay}, flags={"nesterov": nesterov})
 

@@ -1,4 +1,4 @@
-"""Transformations that scale, clip or decay, and remember a step count at most."""
+"""Defines transformations that scale, clip or decay, and whose state is a step count at most."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from fzero.tree import Tree
 
 
 class ScaleByScheduleState(NamedTuple):
+    """The state of `scale_by_schedule`: the number of updates.
+
+    Example:
+        >>> scale_by_schedule(lambda count: 0.1).init({"w": torch.ones(2)})
+        ScaleByScheduleState(count=tensor(0))
+    """
+
     count: torch.Tensor  # int64[], updates done
 
 
@@ -38,7 +45,13 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     Memory: 8 bytes.
 
     Raises:
-        FzeroValueError: what is no function of a step.
+        FzeroValueError: what is not a function of a step.
+
+    Example:
+        >>> optimizer = scale_by_schedule(lambda count: 1 / (1 + count))
+        >>> _, state = optimizer.update({"w": torch.ones(2)}, optimizer.init(None), None)
+        >>> optimizer.update({"w": torch.ones(2)}, state, None)[0]
+        {'w': tensor([0.5000, 0.5000])}
     """
     where = "optim.scale_by_schedule"
     reject(where, function("schedule", schedule, "step"), "give a function of the step, e.g. optim.constant(1e-3)")
@@ -60,6 +73,11 @@ def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
 
     Raises:
         FzeroValueError: a negative number.
+
+    Example:
+        >>> optimizer = scale_by_learning_rate(0.1)
+        >>> optimizer.update({"w": torch.ones(2)}, optimizer.init(None), None)[0]
+        {'w': tensor([-0.1000, -0.1000])}
     """
     where = "optim.scale_by_learning_rate"
     check(where, lr)
@@ -67,7 +85,12 @@ def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
 
 
 def set_to_zero() -> GradientTransformation:
-    """Updates are zeros: in a `partition`, the label of what stays as it is."""
+    """Updates are zeros: in a `partition`, the label of what stays as it is.
+
+    Example:
+        >>> set_to_zero().update({"w": torch.ones(2)}, (), None)[0]
+        {'w': tensor([0., 0.])}
+    """
     return stateless(
         lambda grads, params: leafwise("optim.set_to_zero", 1, lambda g: (torch.zeros_like(g),), grads=grads)[0]
     )

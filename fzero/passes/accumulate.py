@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from fzero.program.attrs import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.transforms.accumulate import Accumulate
@@ -20,14 +21,10 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     lines, totals = (
         _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
     )
-    update = next(line for line in program.lines if line.op == "update")
-    grads = {leaf: totals[name] for leaf, name in update.attrs["grads"].items()}
-    attrs = {
-        **update.attrs,
-        "grads": grads,
-        **{kind: tuple(totals[name] for name in update.attrs[kind]) for kind in ("sums", "maxima")},
-    }
-    update = replace(update.rename(totals), attrs=attrs)
+    update = _update(program)
+    grads = {leaf: totals[name] for leaf, name in update.attrs.grads.items()}
+    sums, maxima = (tuple(totals[name] for name in names) for names in (update.attrs.sums, update.attrs.maxima))
+    update = update.rename(totals).saying(grads=grads, sums=sums, maxima=maxima)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
     return replace(program, inputs=inputs, lines=(*lines, update))
 
@@ -35,19 +32,19 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
 def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
     """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its
     total."""
-    update = next(line for line in program.lines if line.op == "update")
+    update = _update(program)
     before = [
         line
         for line in program.lines
-        if line.attrs.get("scales")
-        or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs["sums"])
+        if line.scales
+        or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs.sums)
     ]
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()
     names = Names(values)
     parts = {name: names(f"{name}_part") for name in batch}
     body = [
-        Line("take_part", (name,), (replace(values[name], name=part),), attrs={"count": num}, by="accumulate")
+        Line("take_part", (name,), (replace(values[name], name=part),), attrs=PartAttrs(count=num), by="accumulate")
         for name, part in parts.items()
     ]
     body += [line.rename(parts) for line in inside]
@@ -60,22 +57,27 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
                 "accumulate",
                 (name,),
                 (Value(totals[name], value.shape, value.dtype),),
-                attrs={"op": _how(update, name)},
+                attrs=JoinAttrs(reduction=_how(update, name)),
                 by="accumulate",
             )
         )
-    body = [replace(line, attrs={**line.attrs, "count": num}) if line.op == "part_index" else line for line in body]
-    loop = Line("loop", attrs={"count": num}, body=tuple(_early(body)), by="accumulate")
+    body = [line.saying(count=num) if line.op == "part_index" else line for line in body]
+    loop = Line("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
     return [*before, loop], totals
 
 
-def _summands(update: Line) -> tuple[str, ...]:
-    """What the update reads of all micro-batches together."""
-    return (*update.attrs["sums"], *update.attrs["maxima"], *update.attrs["grads"].values())
+def _update(program: Program) -> Line[UpdateAttrs]:
+    assert program.update is not None
+    return program.update
 
 
-def _how(update: Line, name: str) -> str:
-    return "max" if name in update.attrs["maxima"] else "sum"
+def _summands(update: Line[UpdateAttrs]) -> tuple[str, ...]:
+    """The values that the update reads of all micro-batches together."""
+    return (*update.attrs.sums, *update.attrs.maxima, *update.attrs.grads.values())
+
+
+def _how(update: Line[UpdateAttrs], name: str) -> str:
+    return "max" if name in update.attrs.maxima else "sum"
 
 
 def _early(lines: list[Line]) -> list[Line]:
@@ -94,11 +96,11 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
     """As `_looped`, without a loop: each line once a micro-batch before the next line.
 
     What depends on neither the batch nor the micro-batch's number is made once. The first micro-batch's sums and
-    gradients become the totals: as soon as another's are made they are added to them in place. `micro` among a line's
-    attributes: the micro-batch it is for, and how many there are.
+    gradients become the totals: as soon as another's are made they are added to them in place. The `micro` of a
+    line: the micro-batch it is for, and how many there are.
     """
     names, values = Names(program.values()), program.values()
-    update = next(line for line in program.lines if line.op == "update")
+    update = _update(program)
     lines, summands = _alone(program, names)
     new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
     out: list[Line] = []
@@ -110,7 +112,7 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
                     "take_part",
                     (whole,),
                     (replace(values[whole], name=new[m][whole]),),
-                    attrs={"micro": (m, num)},
+                    attrs=PartAttrs(micro=(m, num)),
                     by="accumulate",
                 )
             )
@@ -125,13 +127,15 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
                 new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
             for line in unit:
                 renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
-                out.append(replace(line.rename(new[m]), out=renamed, attrs={**line.attrs, "micro": (m, num)}))
+                out.append(replace(line.rename(new[m]), out=renamed).saying(micro=(m, num)))
             for op in ("sum", "max") if m else ():
                 group = [v for v in adds if _how(update, summands[v.name]) == op]
                 parts = tuple(new[k][v.name] for k in (0, m) for v in group)
                 totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
                 out += (
-                    [Line("add", parts, totals, attrs={"micro": (m, num), "op": op}, by="accumulate")] if group else []
+                    [Line("add", parts, totals, attrs=AddAttrs(micro=(m, num), reduction=op), by="accumulate")]
+                    if group
+                    else []
                 )
                 new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
     return out, {name: new[0][summand] for summand, name in summands.items()}
@@ -140,7 +144,7 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
     """The lines of loss and gradients, and what they make that is added up, by what it is to the update: of what other
     lines read too, a copy, as totals are overwritten."""
-    update = next(line for line in program.lines if line.op == "update")
+    update = _update(program)
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines for a in line.args}
     summands = {name: name for name in _summands(update)}
@@ -149,13 +153,13 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
         out.append(line)
         for v in (v for v in line.out if v.name in summands and v.name in read):
             copy = replace(v, name=names(f"{v.name}_copy"))
-            out.append(Line("cast", (v.name,), (copy,), attrs={"dtype": v.dtype}, by="accumulate"))
+            out.append(Line("cast", (v.name,), (copy,), attrs=CastAttrs(dtype=v.dtype), by="accumulate"))
             summands[copy.name] = summands.pop(v.name)
     return out, summands
 
 
 def _units(lines: Sequence[Line], summands: Mapping[str, str]) -> Iterator[list[Line]]:
-    """What is repeated together: a line, and right after it the casts of its results to what is added up."""
+    """The units that are repeated together: a line, and right after it the casts of its results to what is added up."""
     casts: dict[str, list[Line]] = {}
     for line in lines:
         if line.op == "cast" and line.out[0].name in summands:

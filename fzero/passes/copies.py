@@ -1,5 +1,4 @@
-"""Masters that rest off the device have beside them what the model computes with: copies in the compute dtype, which
-the update writes in the same pass. Acts on the program.
+"""Gives each offloaded master a copy in the compute dtype; the update writes master and copy in one pass.
 
 Without it every step would cast the masters anew, after they were written, and move them once more. The copies are
 leaves of the state, in `extras['compute']`; they follow from the masters, so no checkpoint has them.
@@ -14,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from fzero.layout import Leaf
+from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.trace.record import Recorded
 
@@ -50,7 +50,7 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
 
 def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
     """The update with the copies among what it writes."""
-    source: Recorded = update.attrs["graph"]
+    source = update.says(UpdateAttrs).graph
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(source.graph, env)
@@ -67,5 +67,5 @@ def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
         casts.append(cast)
     graph.output((*outputs[:num], *casts, *outputs[num:]))
     paths = tuple(leaf.path for leaf in copies.values())
-    attrs = {**update.attrs, "graph": Recorded(graph, source.constants)}
-    return replace(update, args=(*update.args, *paths), writes=(*update.writes, *paths), attrs=attrs)
+    update = update.saying(graph=Recorded(graph, source.constants))
+    return replace(update, args=(*update.args, *paths), writes=(*update.writes, *paths))

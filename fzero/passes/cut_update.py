@@ -1,5 +1,5 @@
-"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars
-hoisted out.
+"""Cuts the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted
+out.
 
 The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
 depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,
@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fzero.layout import TIERS
+from fzero.layout import TIERS, Cut
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
+from fzero.program.attrs import Attrs, CastAttrs, DrawAttrs, Over, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace.propagate import all_reduce, cut, draw_start, num_valid, propagate
+from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
 from fzero.trace.record import Recorded
 from fzero.trace.subgraph import Part, ancestors, views_of
 
@@ -47,27 +48,31 @@ class _Cutter:
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
-        update = next(line for line in program.lines if line.op == "update")
+        update = program.update
+        assert update is not None
         self.line = update
-        shards = next((v.placement.axes for a in update.args if (v := self.values[a]).placement.kind == "shard"), ())
-        self.axes = shards
-        size = program.mesh.axis_size(shards) if shards else 1
-        source: Recorded = update.attrs["graph"]
+        source: Recorded = update.attrs.graph
         places = source.inputs
         named = {
-            **update.attrs.get("leaf", {}),
-            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs["grads"].items()},
+            **update.attrs.leaf,
+            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()},
         }
+
+        def cut_as(name: str) -> Cut | None:
+            placement, size = self.values[name].placement, program.mesh.axis_size
+            return (
+                Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
+            )
+
         sharded = {
-            p: named.get(a, a)
+            p: Sharded(named.get(a, a), c)
             for p, a in zip(places, update.args, strict=True)
-            if self.values[a].placement.kind == "shard"
+            if (c := cut_as(a)) is not None
         }
-        demand = [self.values[t].placement.kind == "shard" for t in update.writes] + [False] * len(update.out)
-        self.graph = propagate(source, sharded, demand, size, "optimizer")
+        self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
-        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs["maxima"]})
+        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
         self._copy_moved()
@@ -121,8 +126,8 @@ class _Cutter:
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
-        grads = {g: leaf for leaf, g in self.line.attrs["grads"].items()}
-        aliases = self.line.attrs.get("leaf", {})
+        grads = {g: leaf for leaf, g in self.line.attrs.grads.items()}
+        aliases = self.line.attrs.leaf
         for place in self.places:
             name = self.name[place]
             leaf = aliases.get(name, grads.get(name, name))
@@ -132,7 +137,7 @@ class _Cutter:
         return {n: owner.get(root(n), NOBODY) for n in parent}
 
     def _levels(self) -> dict[fx.Node, int]:
-        """How many reductions lie before a node."""
+        """The number of reductions before a node."""
         level: dict[fx.Node, int] = {}
         for node in _in_order(self.graph.graph):
             level[node] = max((level[a] + reduces(a) for a in node.all_input_nodes), default=0)
@@ -142,12 +147,11 @@ class _Cutter:
         """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move
         and read."""
         level, graph = self._levels(), self.graph.graph
-        groups: dict[tuple[int, Owner, torch.dtype, str], list[fx.Node]] = defaultdict(list)
+        groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if reduces(node):
-                across = next((u.args[1] for u in node.users if u.target is all_reduce), "")
                 groups[
-                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, str(across)
+                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)
                 ].append(node)
         last = graph.output_node()
         for (_, owner, dtype, across), group in groups.items():
@@ -161,7 +165,7 @@ class _Cutter:
                 self.owner[packed] = owner
                 whole = packed
                 if across:
-                    whole = graph.call_function(all_reduce, (packed, across))
+                    whole = graph.call_function(all_reduce, (packed, *across))
                     whole.meta["val"] = packed.meta["val"]
                 for i, scalar in enumerate(scalars):
                     one = graph.call_function(aten.select.int, (whole, 0, i))
@@ -206,21 +210,21 @@ class _Cutter:
             here = [n for n in nodes if n in needed and level[n] == at]
             for node in here:
                 if node.target is num_valid:
+                    shape, axes = node.args
                     self._line(
                         "num_valid",
                         (),
                         node,
-                        attrs={"shape": node.args[0], "axes": self.axes},
-                        placement=Placement("local", self.axes),
+                        ShardOfAttrs(shape=shape, axes=axes),  # type: ignore[arg-type]
+                        Placement("local", axes),  # type: ignore[arg-type]
                     )
                 elif node.target is draw_start:
-                    base, shape, sharded = node.args
-                    axes = self.axes if sharded else ()
+                    base, shape, axes = node.args
                     self._line(
                         "draw_start",
                         (),
                         node,
-                        {"base": base, "shape": shape, "axes": axes},
+                        DrawAttrs(base=base, shape=shape, axes=axes),  # type: ignore[arg-type]
                         Placement("local", axes) if axes else WHOLE,
                     )
             self._scalars([n for n in here if self._is_scalar(n)], at, stop)
@@ -251,7 +255,9 @@ class _Cutter:
         for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
             if self.name[node] == value.name:
                 continue
-            self.lines.append(Line("cast", (self.name[node],), (value,), attrs={"dtype": value.dtype}, by="optimizer"))
+            self.lines.append(
+                Line("cast", (self.name[node],), (value,), attrs=CastAttrs(dtype=value.dtype), by="optimizer")
+            )
 
     def _scalar_name(self, node: fx.Node) -> str:
         """A metric's own name, or the next number."""
@@ -297,8 +303,8 @@ class _Cutter:
         if not targets:
             out = []
             for node in outputs:
-                across = next((str(u.args[1]) for u in node.users if u.target is all_reduce), None)
-                placement = WHOLE if across is None else Placement(partial=self.axes, by=across if self.axes else "sum")
+                across = _across(node)
+                placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
@@ -309,15 +315,16 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
+        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
         shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, {"axes": self.axes}, Placement("shard", self.axes), shape)
+        self._line("take_shard", (self.name[source],), node, Over(axes=axes), Placement("shard", axes), shape)
 
     def _line(
         self,
         op: str,
         args: tuple[str, ...],
         node: fx.Node,
-        attrs: dict[str, object],
+        attrs: Attrs,
         placement: Placement = WHOLE,
         shape: tuple[int, ...] | None = None,
     ) -> None:
@@ -335,23 +342,43 @@ class _Cutter:
         )
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers as there are kinds of reduction: all are scalars and travel
-        together."""
+        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
+        and travel together."""
         for op in ("sum", "max", "min"):
-            group = list(dict.fromkeys(n for n in nodes if n.args[1] == op))
-            if not group:
-                continue
-            for axis in self.axes:
+            # and the axes that each is still to be reduced over
+            group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
+            while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
+                here = [n for n, axes in group.items() if left[0] in axes]
                 handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
-                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in group)  # type: ignore[index]
+                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.lines.append(
-                    Line("all_reduce_start", args, (handle,), attrs={"axes": (axis,), "op": op}, by="optimizer")
+                    Line(
+                        "all_reduce_start",
+                        args,
+                        (handle,),
+                        attrs=ReduceAttrs(axes=(left[0],), reduction=op),
+                        by="optimizer",
+                    )
                 )
                 out = []
-                for node in group:
+                for node in here:
+                    group[node] = tuple(a for a in group[node] if a != left[0])
                     self.name[node] = self._scalar_name(node)
-                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype))
+                    placement = Placement(by=op).left(group[node])
+                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
                 self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
+
+
+class Across(NamedTuple):
+    """The reduction of the summands of ranks: by what, over which axes."""
+
+    op: str
+    axes: tuple[str, ...]
+
+
+def _across(node: fx.Node) -> Across | None:
+    """The reduction over ranks of a node's result, if there is one."""
+    return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 
 def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:

@@ -1,4 +1,4 @@
-"""A block whose backward follows its forward at once is one function: nothing is saved, nothing recomputed, its
+"""Fuses a block's forward with its backward where that follows at once: nothing is saved, nothing recomputed, its
 parameters are gathered once.
 
 That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
+from fzero.program.attrs import CallAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
 from fzero.trace.record import Recorded, merge_equal
@@ -32,9 +33,10 @@ def rewrite(program: Program) -> Program:
     out = tuple(v for line in group for v in line.out if v.name in read)
     graph, args = compose(group, program, [v.name for v in out])
     functions = Functions({n: f for n, f in program.functions.items() if any(line.fn == n for line in rest)})
-    joint = group[0].attrs["joint"]
-    name = functions.add(f"{joint.name}_value_and_grad", graph)
-    fused = Line("call", args, out, name, {"joint": joint}, by="fuse")
+    block = group[0].block
+    assert block is not None, group[0]
+    name = functions.add(f"{block.joint.name}_value_and_grad", graph)
+    fused = Line("call", args, out, name, CallAttrs(block=replace(block, part="both")), by="fuse")
     return replace(program, lines=(*lines[:start], fused, *lines[stop:]), functions=functions.by_name)
 
 
@@ -68,10 +70,10 @@ def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> 
 
 
 def _between(program: Program) -> tuple[int, int] | None:
-    """Where the lines from the last block's forward to its vjp begin and end, if they can be one function."""
+    """The range of lines from the last block's forward to its vjp, if they can be one function."""
     params = {n for n, leaf in program.leaves.items() if leaf.role == "params"}
     params |= {v.name for line in program.lines if line.op == "cast" and line.args[0] in params for v in line.out}
-    blocks = [i for i, line in enumerate(program.lines) if "call" in line.attrs]
+    blocks = [i for i, line in enumerate(program.lines) if line.is_forward or line.is_backward]
     pair = next(((i, j) for i, j in itertools.pairwise(blocks) if _is_pair(program.lines[i], program.lines[j])), None)
     if pair is None:
         return None
@@ -82,4 +84,6 @@ def _between(program: Program) -> tuple[int, int] | None:
 
 
 def _is_pair(first: Line, second: Line) -> bool:
-    return first.attrs["call"] == second.attrs["call"] and second.attrs["backward"] and not first.attrs["backward"]
+    one, other = first.block, second.block
+    assert one is not None and other is not None
+    return (one.part, other.part, one.number) == ("forward", "backward", other.number)

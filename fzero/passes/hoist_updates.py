@@ -1,6 +1,6 @@
-"""What follows the last block where it may first run: the update of a block right after the backward that makes its
-gradients, if nothing of all leaves, such as a norm to clip by, must be known before. So gradients need not pile up, and
-what moves the state of one block runs beside the backward of the next.
+"""Hoists every optimizer update to directly after the backward that produces its gradients, unless it depends on a
+global reduction such as the clipping norm. Gradients need not pile up, and transfers of one block's state overlap the
+backward of the next.
 
 Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that
 block to run meanwhile.
@@ -23,7 +23,7 @@ def hoist_updates(program: Program) -> Program:
     if optimizer is None:
         return program
     first = next(
-        (i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or "joint" in program.lines[i].attrs),
+        (i + 1 for i in reversed(range(optimizer)) if program.lines[i].body or program.lines[i].block is not None),
         optimizer,
     )
     after = _Dependencies(program)
@@ -48,8 +48,8 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
     out, found = [len(lines) - 1] * len(lines), len(lines) - 1
     for i in reversed(range(len(lines))):
         out[i] = found
-        micro, count = lines[i].attrs.get("micro", (0, 1))
-        if lines[i].attrs.get("backward") and micro == count - 1:
+        micro, count = lines[i].micro or (0, 1)
+        if lines[i].is_backward and micro == count - 1:
             found = i
             while found + 1 < len(lines) and lines[found + 1].op in ("cast", "add", *COLLECTIVES):
                 found += 1

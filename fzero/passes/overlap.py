@@ -1,6 +1,5 @@
-"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which
-lines there are of a kind is settled here too: gathers that forward and backward share, and small ones that travel
-together.
+"""Orders lines for overlap: hoists each transfer ahead of its consumer and sinks its wait. Shares gathers between
+forward and backward, and coalesces small ones.
 
 Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
 (fzero/lowering/budget.py).
@@ -19,7 +18,7 @@ _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
 @dataclass(frozen=True)
 class Order:
-    """What an order is free to choose.
+    """The choices that an order is free to make.
 
     Attributes:
         shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
@@ -61,14 +60,14 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
 def sharable(program: Program) -> list[tuple[str, str]]:
     """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
     found: list[tuple[str, str]] = []
+    sources, onward = _sources(program), _hops([x for x, _ in program.walk()])
 
     def visit(lines: Sequence[Line]) -> None:
-        shards = {x.out[0].name: x.args[0] for x in lines if x.op == "cast"}
         first: dict[tuple[str, ...], str] = {}
         for line in lines:
             visit(line.body)
-            if line.op == _GATHER:
-                leaves = tuple(shards.get(a, a) for a in line.args)
+            if line.op == _GATHER and line.out[0].name not in onward:
+                leaves = tuple(_origin(a, sources) for a in line.args)
                 if leaves in first:
                     found.append((first.pop(leaves), line.out[0].name))
                 else:
@@ -77,6 +76,37 @@ def sharable(program: Program) -> list[tuple[str, str]]:
     visit(program.lines)
     place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
     return sorted(found, key=lambda pair: place[pair[0]])
+
+
+def _sources(program: Program) -> dict[str, str]:
+    """The source of each gather of a leaf: a cast of a shard of it, or what a gather over another axis has brought."""
+    started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
+    found = {x.out[0].name: x.args[0] for x, _ in program.walk() if x.op == "cast"}
+    for line, _ in program.walk():
+        if OPS[line.op].waits and line.args[0] in started:
+            found.update(zip((v.name for v in line.out), started[line.args[0]].args, strict=True))
+    return found
+
+
+def _origin(name: str, sources: Mapping[str, str]) -> str:
+    while name in sources:
+        name = sources[name]
+    return name
+
+
+def _hops(lines: Sequence[Line]) -> dict[str, int]:
+    """For each gather whose results are gathered further, over other axes, how often they are."""
+    brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    # of each value that is gathered further, by which gathers
+    readers: dict[str, list[str]] = {}
+    found: dict[str, int] = {}
+    for line in reversed([x for x in lines if x.op == _GATHER]):
+        handle = line.out[0].name
+        if further := [found.get(h, 0) for v in brought.get(handle, ()) for h in readers.get(v.name, ())]:
+            found[handle] = 1 + max(further)
+        for a in line.args:
+            readers.setdefault(a, []).append(handle)
+    return found
 
 
 def coalescable(program: Program, limit: int) -> bool:
@@ -90,7 +120,8 @@ def coalescable(program: Program, limit: int) -> bool:
 
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
-    """The program without these second gathers: what reads them reads what the first ones left."""
+    """The program without these second gathers, nor what was made for them alone: what reads them reads what the first
+    ones left."""
     waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
     again = set(pairs.values())
     names = {
@@ -98,24 +129,19 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
         for first, second in pairs.items()
         for a, b in zip(waits[first].out, waits[second].out, strict=True)
     }
-    casts = {
-        a
-        for x, _ in program.walk()
-        if x.op == _GATHER and x.out[0].name in again
-        for a in x.args
-        if a not in program.leaves
-    }
-
-    def visit(line: Line) -> list[Line]:
-        made = line.out[0].name if line.out else ""
-        dropped = (
-            (line.op == _GATHER and made in again)
-            or (OPS[line.op].waits and line.args[0] in again)
-            or (line.op == "cast" and made in casts)
-        )
-        return [] if dropped else [line.rename(names)]
-
-    return program.map_lines(visit)
+    readers: dict[str, set[int]] = {}
+    for i, (line, _) in enumerate(program.walk()):
+        for a in line.args:
+            readers.setdefault(a, set()).add(i)
+    dropped: set[int] = set()
+    needless = set(again)  # what no line reads any more that is left
+    for i, (line, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
+        made = {v.name for v in line.out}
+        if (made and made <= needless) or (OPS[line.op].waits and line.args[0] in again):
+            dropped.add(i)
+            needless |= {a for a in line.args if a not in program.leaves and readers[a] <= dropped}
+    numbers = {id(line): i for i, (line, _) in enumerate(program.walk())}
+    return program.map_lines(lambda line: [] if numbers.get(id(line)) in dropped else [line.rename(names)])
 
 
 def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
@@ -176,7 +202,7 @@ def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Seq
 
 
 def _is_block(line: Line) -> bool:
-    return "joint" in line.attrs
+    return line.block is not None
 
 
 def _is_update(line: Line) -> bool:
@@ -200,6 +226,7 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
     """
     fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
     fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+    hops = _hops(lines)  # the first of several starts so many blocks sooner: the last is there as soon as of one
     updates = {id(x) for x in lines if _is_update(x)}
     calls = {id(x) for x in lines if _is_block(x) or (x.fn and not x.writes and not fetched.isdisjoint(x.args))}
     blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
@@ -221,7 +248,10 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
                 maker = made.get(a)
                 makers.update(map(id, writers.get(a, ())))
                 written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
-                if maker is not None and maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state):
+                hop = maker is not None and maker.op == "wait" and line.op == made[maker.args[0]].op == _GATHER
+                if maker is not None and (
+                    hop or (maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state))
+                ):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
@@ -240,7 +270,7 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
                     else (blocks | updates, passed[True] + passed[False])
                 )
             far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
-            left = before + 1 if far else min(ahead, before)  # of those counted, how many it may start before
+            left = before + 1 if far else min(ahead + hops.get(line.out[0].name, 0), before)  # that it may start before
             after: list[Line] = []  # from the last
             along: list[Line] = []  # those that come along, but for any that stand before that place already
             while out and left and id(out[-1]) not in needed:
@@ -293,15 +323,26 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     to the host, to one block later at most: than where it is, or, of what leaves for the host, than its start, whatever
     is updated in between. What the device stores goes on while the host updates another block."""
     away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
-    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out} | {*away}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
+    onward = _onward(lines, waits)
+    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
+    reduced |= {*away, *onward}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
     stores = {name for name, x in away.items() if x.writes}
     leaving = {*away} - stores
     written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
-    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and x.args[0] in leaving}
+    further = {id(x) for start in onward.values() for x in (start, waits[start.out[0].name])}
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
+
+    def reads(line: Line, wait: Line) -> bool:
+        """Whether a line reads what a transfer has brought, as it is or reduced further."""
+        start = onward.get(wait.args[0])
+        return _reads(line, wait) or (start is not None and reads(line, waits[start.out[0].name]))
+
     for line in lines:
+        if id(line) in further:  # comes with the wait before it
+            continue
         if OPS[line.op].waits:
             if line.args[0] not in leaving:
                 held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
@@ -310,7 +351,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         counted = (
             reduced
             if block
-            else (reduced - leaving - stores if line.attrs.get("on") == "host" else reduced - leaving)
+            else (reduced - leaving - stores if line.on_host else reduced - leaving)
             if _is_update(line)
             else ()
         )
@@ -318,13 +359,41 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         done = reduced if line.body and line.args else ()
         if line.op == "disk_read_start":  # what was written to disk is there before it is read again
             done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
-        due = [w for w, left in held if _reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done]
-        out += due
-        held = [(w, left - (w.args[0] in counted)) for w, left in held if w not in due]
+        while due := [
+            w for w, left in held if reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done
+        ]:
+            held = [(w, left) for w, left in held if w not in due]
+            for w in due:
+                out.append(w)
+                if start := onward.get(w.args[0]):
+                    out.append(start)
+                    held.append((waits[start.out[0].name], 1))
+        held = [(w, left - (w.args[0] in counted)) for w, left in held]
         out.append(line)
-        if line.out and line.out[0].name in waits:
+        if line.out and line.out[0].name in leaving:
             held.append((waits[line.out[0].name], 1))
-    return out + [w for w, _ in held]
+    while held:
+        w, _ = held.pop(0)
+        start = onward.get(w.args[0])
+        out += [w] if start is None else [w, start]
+        held += [] if start is None else [(waits[start.out[0].name], 1)]
+    return out
+
+
+def _onward(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, Line]:
+    """For each reduction the one over the next axis that takes all it brings further, if that is all that becomes of
+    it: it starts when the first is waited for, which holds up no block."""
+    readers: dict[str, list[Line]] = {}
+    for line in lines:
+        for a in (*line.args, *(a for x in line.body for a in x.args)):
+            readers.setdefault(a, []).append(line)
+    found = {}
+    for start in (x for x in lines if x.op in COLLECTIVES and x.op != _GATHER):
+        brought = [v.name for v in waits[start.out[0].name].out]
+        next_ = {id(x): x for a in brought for x in readers.get(a, [])}
+        if len(next_) == 1 and (line := next(iter(next_.values()))).op in COLLECTIVES and [*line.args] == brought:
+            found[start.out[0].name] = line
+    return found
 
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:

@@ -1,5 +1,5 @@
-"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On
-the CPU, where fresh memory costs more than arithmetic, what functions hand to later lines lies in it too.
+"""Places transfers' buffers in the pool: one arena planned before the run and reused all along it. On the CPU, where
+fresh memory costs more than arithmetic, results that functions hand to later lines lie in it too.
 
 A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from
 the line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
@@ -20,6 +20,7 @@ from dataclasses import replace
 from fzero import layout
 from fzero.passes.out_variants import with_functions
 from fzero.passes.regions import ALIGNMENT, Region, Slot, assign
+from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
@@ -44,7 +45,9 @@ class _Placer:
             uses.waits,
         )
         self.values = program.values_by_name
-        self.scattered = {a: line.attrs["axes"] for line in self._with("scatter").values() for a in line.args}
+        self.scattered = {
+            a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
+        }
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
@@ -96,7 +99,7 @@ class _Placer:
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
         if number in self.uses.together.values():
-            line = replace(line, attrs={**line.attrs, "together": True})
+            line = line.saying(together=True)
         if slots is None:
             return line
         size = self.mesh.axis_size
@@ -152,16 +155,17 @@ class _Placer:
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        return (
-            layout.shard_numel(value.shape, size) * size
-            if axes and (size := self.mesh.axis_size(axes))
-            else _numel(value.held(self.mesh))
-        )
+        if value.placement.kind == "shard" or not axes:  # of a shard that is there already
+            return _numel(value.held(self.mesh))
+        return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
-        region, axes, wait = self._region(), line.attrs["axes"], self.waits[line.out[0].name]
+        region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        slots = [region.add(self._padded(v, axes), v) for v in outs]
+        slots = [
+            region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            for a, v in zip(line.args, outs, strict=True)
+        ]
         begins = number
         for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
             maker = self.made.get(name)
@@ -178,10 +182,13 @@ class _Placer:
         self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
 
     def _scatter(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [self._source(source, a, number, self._padded(self.values[a], axes)) for a in line.args]
+        wholes = [
+            self._source(source, a, number, self._padded(self.values[a], line.says(ScatterAttrs).grid or axes))
+            for a in line.args
+        ]
         shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
         self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
@@ -192,7 +199,7 @@ class _Placer:
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _reduce(self, number: int, line: Line) -> None:
-        axes, wait = line.attrs["axes"], self.waits[line.out[0].name]
+        axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         source = self._region()
         packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL
@@ -211,8 +218,8 @@ class _Placer:
                 self._take(slot.region, number, last, wait, axes)
 
     def _fetch(self, number: int, line: Line) -> None:
-        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is
-        made in the pool too."""
+        """Live ranges of copies: from the copy's start to its last reader, and until it is stored. A cast that is
+        copied is made in the pool too."""
         if line.writes or stays(line, self.mesh):
             return
         wait = self.waits[line.out[0].name]
@@ -241,7 +248,7 @@ class _Placer:
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:
-        """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
+        """Results of functions that later lines read, but for those that are small, a view, or handed to the user."""
         into = self.into.get(number, [None] * len(line.out))
         for k, value in enumerate(line.out):
             free = (
@@ -259,7 +266,7 @@ class _Placer:
         return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
-        """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
+        """The place of a reduction's operand: where it lies already, else in `region`, made there if its maker can."""
         known = self.slots.get(name)
         if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:
             return known

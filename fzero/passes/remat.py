@@ -21,34 +21,34 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
     if policy == "full":
         return program
     blocks = _blocks(program, {} if known is None else known)
-    stay = {line.fn for line, _ in program.walk() if line.attrs.get("call") not in blocks}
+    stay = {line.fn for line, _ in program.walk() if line.block is None or line.block.number not in blocks}
     functions = Functions({name: f for name, f in program.functions.items() if name in stay})
     splits: dict[Choices, Split] = {}
     names: dict[int, dict[str, str]] = {}  # call -> kept node -> value name
 
     def visit(line: Line) -> list[Line]:
-        call: Any = line.attrs.get("call")
-        if call not in blocks:
+        if line.block is None or line.block.number not in blocks:
             return [line]
+        call, inputs = line.block.number, line.block.inputs
         choices = blocks[call]
         if choices not in splits:
             splits[choices] = choices.split(_kept(choices, policy), functions)
         split = splits[choices]
-        if not line.attrs["backward"]:
+        if line.is_forward:
             names[call] = {n: line.out[i].name for n, i in split.reused.items()}
             saved = [Value(f"saved_{call}_{j}", tuple(v.shape), v.dtype) for j, v in enumerate(split.saved.values())]
             names[call].update(zip(split.saved, (v.name for v in saved), strict=True))
-            args = tuple(line.attrs["inputs"][i] for i in split.forward_inputs)
+            args = tuple(inputs[i] for i in split.forward_inputs)
             return [replace(line, args=args, out=(*line.out, *saved), fn=split.forward, by="remat")]
-        args = tuple(line.attrs["inputs"][i] for i in split.backward_inputs) + tuple(names[call][n] for n in split.kept)
+        args = tuple(inputs[i] for i in split.backward_inputs) + tuple(names[call][n] for n in split.kept)
         return [replace(line, args=args, fn=split.backward, by="remat")]
 
     return replace(program.map_lines(visit), functions=functions.by_name)
 
 
 def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tuple[Kept, ...] | None:
-    """What each distinct block keeps, None if none is split. Policies that keep the same make the same program. Args:
-    as of `rewrite`."""
+    """The kept values of each distinct block, None if none is split. Policies that keep the same make the same program.
+    Args: as of `rewrite`."""
     return (
         None
         if policy == "full"
@@ -57,14 +57,14 @@ def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tu
 
 
 def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:
-    """What can be kept by each call that runs both forward and backward, in order."""
+    """The values that can be kept by each call that runs both forward and backward, in order."""
     alive, found = _alive(program), {}
     for line, _ in program.walk():
-        if line.attrs.get("backward"):
-            key = line.attrs["joint"], line.attrs["grads"], alive[line.attrs["joint"]]
+        if (block := line.block) is not None and block.part == "backward":
+            key = block.joint, block.grads, alive[block.joint]
             if key not in known:
                 known[key] = Choices(*key)
-            found[line.attrs["call"]] = known[key]
+            found[block.number] = known[key]
     return found
 
 
@@ -77,11 +77,11 @@ def _kept(choices: Choices, policy: str | float) -> Kept:
 def _alive(program: Program) -> dict[Any, frozenset[int]]:
     """For each block the outputs that another block reads, whichever call: they are kept as its input, so the block may
     read them for nothing."""
-    blocks = [line for line, _ in program.walk() if "joint" in line.attrs]
-    read = {a for line in blocks for a in line.args}
+    blocks = [(line, line.block) for line, _ in program.walk() if line.block is not None]
+    read = {a for line, _ in blocks for a in line.args}
     alive: dict[Any, frozenset[int]] = {}
-    for line in blocks:
-        if not line.attrs.get("backward", True):
+    for line, block in blocks:
+        if block.part == "forward":
             here = frozenset(i for i, v in enumerate(line.out) if v.name in read)
-            alive[line.attrs["joint"]] = alive.get(line.attrs["joint"], here) & here
+            alive[block.joint] = alive.get(block.joint, here) & here
     return alive

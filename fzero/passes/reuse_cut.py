@@ -1,5 +1,5 @@
-"""The cut of an update taken over from another program: what blocks keep and how gradients add up change names around
-an update, not the update.
+"""Reuses the cut of an update from another program: what blocks keep and how gradients add up change names around an
+update, not the update.
 
 To cut an update is most of the work of rewriting a program, and under a memory budget there are many programs
 (fzero/lowering/variants.py).
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Function, Line, Program, Value
 from fzero.program.names import Names
 from fzero.trace.subgraph import signature
@@ -28,15 +29,16 @@ def cut_as(program: Program, before: Program, after: Program) -> Program | None:
     first, model = next((i, line) for i, line in enumerate(before.lines) if line.op == "update")
     values, known = program.values_by_name, before.values_by_name
     names = dict(zip(model.args, update.args, strict=False))
+    now, said = update.says(UpdateAttrs), model.says(UpdateAttrs)
     same = (
-        update.attrs["graph"] is model.attrs["graph"]
+        now.graph is said.graph
         and (program.mesh, program.owners, update.out) == (before.mesh, before.owners, model.out)
         and [names.get(a) for a in model.args] == list(update.args)
         and len(set(names.values())) == len(names)
         and [names.get(w) for w in model.writes] == list(update.writes)
         and all(_alike(values[b], known[a]) for a, b in names.items())
-        and {leaf: names.get(g) for leaf, g in model.attrs["grads"].items()} == update.attrs["grads"]
-        and {names.get(a): leaf for a, leaf in model.attrs.get("leaf", {}).items()} == update.attrs.get("leaf", {})
+        and {leaf: names.get(g) for leaf, g in said.grads.items()} == now.grads
+        and {names.get(a): leaf for a, leaf in said.leaf.items()} == now.leaf
     )
     if not same:
         return None

@@ -1,40 +1,66 @@
-"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or
-fewer leaves sharded.
+"""Spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves
+sharded.
 
 The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
 A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
 reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
+
+[Note: hops] What is cut over several axes moves over one axis after the other: a gather begins with the axis that cut
+last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends its part of what is
+cut over the faster ones, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
+own on that way. A parameter is gathered once a step as far as it stays gathered, and from there around each line that
+reads it; gradients leave the backward cut as they add up, and are cut on, once a step, as the update reads them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fzero.layout import Leaf
 from fzero.precision.fp8_gather import on_shards
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats
+from fzero.program.attrs import (
+    AddAttrs,
+    CallAttrs,
+    GatherAttrs,
+    JoinAttrs,
+    Over,
+    ReduceAttrs,
+    ScatterAttrs,
+    UpdateAttrs,
+)
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
+from fzero.program.ops import STARTS
 from fzero.transforms.shard import Zero
 
 
-def rewrite(program: Program, zero: Zero, whole_grads: bool = False) -> Program:
-    """Spreads a base program over the mesh. `whole_grads`: over micro-batches gradients add up whole, whatever the
-    stage, and are reduced once a step."""
-    return _Rewrite(program, zero, whole_grads).run() if zero.batch_axes else program
+def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0) -> Program:
+    """Spreads a base program over the mesh.
+
+    Args:
+        program: a base program, or one with a loop over micro-batches.
+        zero: what the parallel transforms ask for.
+        whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
+        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
+    """
+    return _Rewrite(program, zero, whole_grads, stay).run() if zero.batch_axes else program
 
 
 class _Rewrite:
-    def __init__(self, program: Program, zero: Zero, whole_grads: bool):
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float):
         self.program, self.zero, self.whole_grads = program, zero, whole_grads
-        self.axes = (zero.axis,) if zero.axis else ()  # the axis that leaves are sharded over
-        self.others = tuple(a for a in zero.batch_axes if a not in self.axes)
+        blocks = sorted(
+            {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
+        )
+        # blocks whose parameters are gathered once a step over a slow axis
+        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if line.attrs.get("scales") != "shards"}
+        kept = {line.fn for line, _ in program.walk() if line.scales != "shards"}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         # a sharded parameter, or its cast -> the leaf and the cast
@@ -46,24 +72,25 @@ class _Rewrite:
         self.by = max((r for r in zero.records), key=lambda r: r.stage).name
         self.local = Placement("local", zero.batch_axes)
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
-        update = next((x for x in program.lines if x.op == "update"), None)
+        update = program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads: dict[str, str] = (
-            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs["grads"].items()}
+            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs.grads.items()}
         )
+        self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
-        self.of_maxima = {a for x in program.lines if x.op == "add" and x.attrs["op"] == "max" for a in x.args}
-        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs["sums"])]
-        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs["maxima"]]
+        self.of_maxima = {
+            a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
+        }
+        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
+        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
 
     def run(self) -> Program:
         inputs = []
         for value in self.program.inputs:
             leaf = self.program.leaves.get(value.name)
-            placement = (
-                self.local if leaf is None else Placement("shard", leaf.layout.axes) if leaf.layout.axes else WHOLE
-            )
+            placement = self.local if leaf is None else resting(leaf.layout)
             self.placement[value.name] = placement
             inputs.append(replace(value, placement=placement))
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
@@ -79,13 +106,13 @@ class _Rewrite:
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.attrs.get("scales") == "shards"]
+        scales = [line for line in lines if line.scales == "shards"]
         for line in lines:
             if (
                 line.op == "cast"
                 and line.args[0] in self.leaf_of
                 and line.out[0].name not in self.sums
-                and "micro" not in line.attrs
+                and line.micro is None
             ):
                 # cast on the shard, where it is gathered
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
@@ -97,10 +124,10 @@ class _Rewrite:
                 out += self._after_loop()
             elif line.op == "update":
                 out += self._update(line)
-            elif line.attrs.get("scales") == "shards":
+            elif line.scales == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if line.attrs.get("of_sums"):
+                if isinstance(line.attrs, CallAttrs) and line.attrs.of_sums:
                     # reads what the ranks' sums add up to; any other line reads this rank's own
                     line = line.rename(self.renamed)
                 new, gathers = self._reads(line)
@@ -132,22 +159,23 @@ class _Rewrite:
     def _reads(self, line: Line) -> tuple[Line, list[Line]]:
         """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
         wanted = [a for a in dict.fromkeys(line.args) if a in self.leaf_of]
-        fresh = [a for a in wanted if self.zero.params(self._param(a))]
-        lines = self._keep(a for a in wanted if a not in fresh)
-        names = {a: self.kept[a] for a in wanted if a not in fresh}
+        lines = self._keep(wanted)
+        names = {a: self.kept.get(a, a) for a in wanted}
+        fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
         if repeats(line):
             return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
-        gathered, more = self._gather(fresh)
+        gathered, more = self._gather({a: names[a] for a in fresh})
         self.shared = gathered or self.shared
         return line.rename({**names, **gathered}), lines + more
 
     def _scales(self, lines: Sequence[Line]) -> list[Line]:
-        """Scales of whole leaves: the largest of all shards', in one reduction."""
-        handle, calls, whole = self._handle("reduce"), list[Line](), [v for line in lines for v in line.out]
+        """Scales of whole leaves: the largest of all shards', in one reduction over each axis."""
+        calls, names = list[Line](), dict[str, str]()
         for line in lines:
             held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
+            cut = tuple(dict.fromkeys(axis for a in line.args for axis in self.placement[a].axes))
             parts = tuple(
-                replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=self.axes, by="max"))
+                replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=cut, by="max"))
                 for v in line.out
             )
             calls.append(
@@ -157,50 +185,77 @@ class _Rewrite:
                     out=parts,
                 )
             )
-        parts = tuple(v.name for line in calls for v in line.out)
-        self.placement.update((v.name, WHOLE) for v in whole)
-        start = Line("all_reduce_start", parts, (handle,), attrs={"axes": self.axes, "op": "max"}, by="fp8")
-        return [*calls, start, Line("wait", (handle.name,), tuple(whole), by="fp8")]
+            self.placement.update((v.name, v.placement) for v in parts)
+            self.values.update((v.name, v) for v in parts)
+            names.update((part.name, v.name) for part, v in zip(parts, line.out, strict=True))
+        return [*calls, *self._all_reduce(list(names), op="max", by="fp8", into=names)]
 
     def _keep(self, args: Iterable[str]) -> list[Line]:
-        """Gathers, once a step, the parameters that stay whole until its end."""
-        wanted = [a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept]
-        wanted = [a for a in wanted if not self.zero.params(self._param(a))]
-        lines: list[Line] = []
+        """Gathers, once a step, parameters as far as they stay gathered until its end."""
         groups: dict[int, list[str]] = defaultdict(list)
-        for a in wanted:
-            groups[self._owner(self.leaf_of[a][0])].append(a)
+        for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
+            if self.placement[self.leaf_of[a][0]].axes != self._stays(a):
+                groups[self._owner(self.leaf_of[a][0])].append(a)
+        lines: list[Line] = []
         for group in groups.values():
-            names, more = self._gather(group)
+            names, more = self._gather({a: a for a in group}, {a: self._stays(a) for a in group})
             self.kept.update(names)
             lines += more
         return lines
 
-    def _gather(self, args: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
-        if not args:
-            return {}, []
-        lines, shards, out = [], [], []
-        for a in args:
+    def _stays(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is still cut when it stays as it is until the end of the step."""
+        staying = self._owner(self.leaf_of[name][0]) in self.staying
+        return (self.zero.stays if staying else self.zero.params)(self._param(name))
+
+    def _gather(
+        self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
+    ) -> tuple[dict[str, str], list[Line]]:
+        """The lines that gather parameters, hop by hop, and what they are called then.
+
+        Args:
+            sources: for each name that lines read what of it there is: the leaf itself, or a shard of it that was
+                gathered as far as it stays.
+            to: the axes over which each is to be cut still; by default none.
+        """
+        lines, now = [], dict[str, Value]()
+        for a, source in sources.items():
             path, cast = self.leaf_of[a]
-            leaf = self.program.leaves[path]
-            if cast is not None:
-                value = Value(
-                    self.names(f"{identifier(path)}_shard"),
-                    leaf.shape,
-                    cast.out[0].dtype,
-                    Placement("shard", self.axes),
+            name = path if source == a else source
+            now[a] = Value(name, self.values[a].shape, self.values[a].dtype, self.placement[name])
+            if cast is not None and source == a:
+                now[a] = replace(now[a], name=self.names(f"{identifier(path)}_shard"))
+                lines.append(replace(cast, out=(now[a],)))
+        gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
+        return {a: v.name for a, v in gathered.items()}, lines + more
+
+    def _hops(
+        self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
+    ) -> tuple[dict[str, Value], list[Line]]:
+        """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what
+        goes over the same together."""
+        now, lines = dict(values), list[Line]()
+        while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
+            first = max((now[key].placement.axes for key in left), key=len)
+            here = [key for key in left if now[key].placement.axes == first]
+            handle, arrives = self._handle("gather"), STARTS["all_gather_start"].arrives
+            start = Line(
+                "all_gather_start",
+                tuple(now[key].name for key in here),
+                (handle,),
+                attrs=GatherAttrs(axes=first[-1:]),
+                by=self.by,
+            )
+            for key in here:
+                placement = arrives(start, now[key].placement)
+                now[key] = replace(
+                    now[key],
+                    name=self.names(f"{named(key)}_part" if placement.axes else named(key)),
+                    placement=placement,
                 )
-                lines.append(replace(cast, out=(value,)))
-                shards.append(value.name)
-            else:
-                shards.append(path)
-            out.append(Value(self.names(identifier(path)), leaf.shape, self.values[a].dtype))
-        handle = self._handle("gather")
-        lines.append(Line("all_gather_start", tuple(shards), (handle,), attrs={"axes": self.axes}, by=self.by))
-        lines.append(Line("wait", (handle.name,), tuple(out), by=self.by))
-        for v in out:
-            self.placement[v.name] = WHOLE
-        return {a: v.name for a, v in zip(args, out, strict=True)}, lines
+                self.placement[now[key].name] = placement
+            lines += [start, Line("wait", (handle.name,), tuple(now[key] for key in here), by=self.by)]
+        return now, lines
 
     def _handle(self, what: str) -> Value:
         number = self.started[what] = self.started.get(what, -1) + 1
@@ -218,19 +273,20 @@ class _Rewrite:
             placement = Placement(partial=self.zero.batch_axes, by=by) if summand else self.local if local else WHOLE
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
-        attrs = {**line.attrs, "axes": self.zero.batch_axes} if line.op == "part_index" else line.attrs
-        return replace(line, out=tuple(out), attrs=attrs)
+        line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
+        return replace(line, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
         """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
         not pile up whole."""
-        leaf = {n: self.program.leaves[self.grads[n]] for n in names}
         if not self.totals:
-            scatter = [n for n in names if self.zero.opt_state(leaf[n])]
-            return self._reduce_scatter(scatter) + self._all_reduce([n for n in names if n not in scatter])
-        scatter = [n for n in names if self.zero.grads(leaf[n]) and not self.whole_grads]
-        lines = self._scatter(scatter)
+            return self._reduce(names)
+        lines = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
+
+    def _adds_up(self, path: str) -> tuple[str, ...]:
+        """The axes that a parameter's gradients are cut over where those of micro-batches add up in a loop."""
+        return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
         return (
@@ -243,12 +299,12 @@ class _Rewrite:
             "accumulate",
             (name,),
             (replace(self.values[total], placement=self.placement[name]),),
-            attrs={"op": op},
+            attrs=JoinAttrs(reduction=op),
             by="accumulate",
         )
 
     def _after_loop(self) -> list[Line]:
-        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the
+        """Remaining reductions of what was added up: of shards over the axes that they are not sharded over, of the
         rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
@@ -258,94 +314,106 @@ class _Rewrite:
             [self.totals[m] for m in self.maxima], op="max"
         )
         for names in groups.values():
-            shards = [n for n in names if self.placement[self.totals[n]].axes]
-            scatter = [n for n in names if n not in shards and self.zero.opt_state(self.program.leaves[self.grads[n]])]
-            lines += self._all_reduce([self.totals[n] for n in shards], self.others)
-            lines += self._reduce_scatter([self.totals[n] for n in scatter])
-            lines += self._all_reduce([self.totals[n] for n in names if n not in (*shards, *scatter)])
+            lines += self._reduce([self.totals[n] for n in names])
         return lines
 
-    def _reduce_scatter(self, names: list[str]) -> list[Line]:
-        """Shards of values, reduced over all axes."""
-        lines = self._scatter(names)
-        if self.others and names:
-            lines += self._all_reduce([self.renamed[n] for n in names], self.others)
-            self.renamed.update({n: self.renamed.pop(self.renamed[n]) for n in names})
-        return lines
+    def _reduce(self, names: Sequence[str]) -> list[Line]:
+        """Gradients as updates read them: cut as their optimizer state is, and reduced over all axes."""
+        finest = {n: self._finest(n) for n in names}
+        lines = self._scatter(finest)
+        return (
+            lines
+            + self._all_reduce([n for n in names if finest[n]])
+            + self._all_reduce([n for n in names if not finest[n]])
+        )
 
-    def _scatter(self, names: list[str]) -> list[Line]:
-        """Shards of values, reduced over the axis that they are sharded over."""
-        if not names:
-            return []
-        handle = self._handle("scatter")
-        out = [
-            replace(self.values[n], name=self.names(f"{n}_shard"), placement=Placement("shard", self.axes, self.others))
-            for n in names
-        ]
-        lines = [
-            Line("reduce_scatter_start", tuple(names), (handle,), attrs={"axes": self.axes, "op": "sum"}, by=self.by),
-            Line("wait", (handle.name,), tuple(out), by=self.by),
-        ]
-        for n, v in zip(names, out, strict=True):
-            self.renamed[n], self.placement[v.name] = v.name, v.placement
-            self.values[v.name] = v
-        return lines
+    def _finest(self, name: str) -> tuple[str, ...]:
+        """The axes that a gradient, or the total of those of micro-batches, is cut over for the update."""
+        return self.zero.opt_state(self.program.leaves[self.param_of[name]])
 
-    def _all_reduce(self, names: Sequence[str], axes: tuple[str, ...] | None = None, op: str = "sum") -> list[Line]:
-        lines: list[Line] = []
-        if not names:
-            return lines
-        current, left = {n: n for n in names}, list(axes or self.zero.batch_axes)
-        while left:
-            axis = left.pop(0)
-            handle = self._handle("reduce")
-            sources = tuple(current.values())
-            out = [
-                replace(self.values[s], name=self.names(f"{n}_sum"), placement=self.placement[s].left(left))
-                for n, s in current.items()
-            ]
-            lines.append(
-                Line("all_reduce_start", sources, (handle,), attrs={"axes": (axis,), "op": op}, by="data_parallel")
+    def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
+        """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what
+        goes over the same together."""
+        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
+        while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
+            cut = {n: self.placement[now[n]].axes for n in left}
+            hop = {n: (cut[n], to[n][len(cut[n]) :][:1], self._finest(n)) for n in left}
+            first, axis, grid = min(hop.values(), key=lambda h: len(h[0]))
+            here = [n for n in left if hop[n] == (first, axis, grid)]
+            handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
+            padded = () if first or grid == axis else grid  # of a shard its placement says it
+            start = Line(
+                "reduce_scatter_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs=ScatterAttrs(axes=axis, reduction="sum", grid=padded),
+                by=self.by,
             )
-            lines.append(Line("wait", (handle.name,), tuple(out), by="data_parallel"))
-            for n, v in zip(names, out, strict=True):
-                self.placement[v.name], self.values[v.name], current[n] = v.placement, v, v.name
-        self.renamed.update(current)
+            for n in here:
+                value = replace(
+                    self.values[now[n]], name=self.names(f"{n}_shard"), placement=arrives(start, self.placement[now[n]])
+                )
+                self.placement[value.name], self.values[value.name], now[n] = value.placement, value, value.name
+            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
+        self.renamed.update((n, name) for n, name in now.items() if name != n)
+        return lines
+
+    def _all_reduce(
+        self, names: Sequence[str], op: str = "sum", by: str = "data_parallel", into: Mapping[str, str] | None = None
+    ) -> list[Line]:
+        """Values reduced over all axes over which they are summands. `into`: what they are called then."""
+        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
+        base = dict(now)
+        for axis in self.zero.batch_axes:
+            here = [n for n in names if axis in self.placement[now[n]].partial]
+            if not here:
+                continue
+            handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
+            start = Line(
+                "all_reduce_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs=ReduceAttrs(axes=(axis,), reduction=op),
+                by=by,
+            )
+            for n in here:
+                placement = arrives(start, self.placement[now[n]])
+                name = into[n] if into and not placement.partial else self.names(f"{base[n]}_sum")
+                value = replace(self.values[now[n]], name=name, placement=placement)
+                self.placement[name], self.values[name], now[n] = placement, value, name
+            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=by)]
+        self.renamed.update((n, name) for n, name in now.items() if name != n)
         return lines
 
     # --- the update ---
 
     def _update(self, line: Line) -> list[Line]:
         """The update on shards, and the whole parameters made anew where they rest whole."""
-        zero, before, rename, groups = self.zero, [], dict(self.renamed), defaultdict(list)
-        aliases: dict[str, str] = {}
+        before, rename, aliases = [], dict(self.renamed), dict[str, str]()
+        groups: dict[int, dict[str, Value]] = defaultdict(dict)
         for path in line.args:
             leaf = self.program.leaves.get(path)
-            if leaf is not None and leaf.role == "params" and not leaf.layout.axes and zero.opt_state(leaf):
+            if (
+                leaf is not None
+                and leaf.role == "params"
+                and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :])
+            ):
                 value = Value(
-                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, Placement("shard", self.axes)
+                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
                 )
-                before.append(Line("take_shard", (path,), (value,), attrs={"axes": self.axes}, by=self.by))
+                before.append(Line("take_shard", (path,), (value,), attrs=Over(axes=more), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
                 if path in line.writes:
-                    groups[self._owner(path)].append(path)
-        grads = {leaf: self.renamed.get(g, g) for leaf, g in line.attrs["grads"].items()}
-        totals = {kind: tuple(self.renamed.get(name, name) for name in line.attrs[kind]) for kind in ("sums", "maxima")}
-        attrs = {**line.attrs, **totals, "grads": grads, "leaf": aliases}
-        out = [*before, replace(line.rename(rename), attrs=attrs, writes=tuple(rename.get(w, w) for w in line.writes))]
+                    groups[self._owner(path)][path] = value
+        said = line.says(UpdateAttrs)
+        grads = {leaf: self.renamed.get(g, g) for leaf, g in said.grads.items()}
+        sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
+        update = line.rename(rename).saying(grads=grads, sums=sums, maxima=maxima, leaf=aliases)
+        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
-            handle = self._handle("gather")
-            values = [replace(self.values[p], name=self.names(f"{identifier(p)}_new")) for p in paths]
-            out.append(
-                Line(
-                    "all_gather_start",
-                    tuple(rename[p] for p in paths),
-                    (handle,),
-                    attrs={"axes": self.axes},
-                    by=self.by,
-                )
+            values, lines = self._hops(
+                paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"
             )
-            out.append(Line("wait", (handle.name,), tuple(values), by=self.by))
-            out.append(Line("assign", (*paths, *(v.name for v in values)), writes=tuple(paths), by=self.by))
+            out += [*lines, Line("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by)]
         return out

@@ -1,5 +1,5 @@
-"""Updates that would wait for all gradients, such as for a norm to clip by, run on a guess instead, and again if it was
-wrong.
+"""Speculates on updates that would wait for all gradients, such as for a clipping norm: they run on a guess, and again
+if it was wrong.
 
 What is guessed is what the scalars come to if every reduction of gradients is zero: a norm below the clip, no overflow.
 So the update of a block runs right behind its backward, in the same function, and what rests on disk is written beside
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fzero.program.attrs import TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
 from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to, is_guess
@@ -43,7 +44,7 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
 
 
 def num_guessable(program: Program, tiers: Sequence[str]) -> int:
-    """How many updates `guess` would have on a guess."""
+    """The number of updates that `guess` would speculate on."""
     return len(_Guess(program, tiers).updates)
 
 
@@ -130,10 +131,14 @@ class _Guess:
             return known[name]
 
         chosen = {id(line) for line in self.updates}
-        first = [replace(x, args=tuple(map(guessed, x.args)), attrs={**x.attrs, "guess": True}) for x in self.updates]
+        first = [replace(x, args=tuple(map(guessed, x.args))).saying(guess=True) for x in self.updates]
         scalars = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
         redo = Line(
-            "redo", (*scalars, *map(guessed, scalars)), attrs={"count": 0}, body=tuple(self.updates), by="optimizer"
+            "redo",
+            (*scalars, *map(guessed, scalars)),
+            attrs=TurnsAttrs(count=0),
+            body=tuple(self.updates),
+            by="optimizer",
         )
         at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]

@@ -1,5 +1,5 @@
-"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote
-goes back to where it rests.
+"""Inserts host and disk copies: every line's operands are brought to the tier it runs on, and written leaves are stored
+back to their home tier.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
 host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs, CopyAttrs
 from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
 from fzero.program.names import Names, identifier
 from fzero.program.ops import is_guess
@@ -132,10 +133,10 @@ def saved_activations(program: Program) -> set[str]:
     if record is None:
         return set()
     lines = [line for line, _ in program.walk()]
-    late = {a for line in lines if line.attrs.get("backward") for a in line.args}
+    late = {a for line in lines if line.is_backward for a in line.args}
     found = []
     for line in lines:
-        if line.op == "call" and "call" in line.attrs and not line.attrs["backward"]:
+        if line.op == "call" and line.is_forward:
             # not the last block, whose backward follows at once
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
@@ -153,19 +154,19 @@ def _updates(program: Program) -> list[Line]:
 
 
 def _totals(program: Program) -> set[str]:
-    """What loops over micro-batches add up."""
+    """The totals that loops over micro-batches add up."""
     return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
 
 
 def _no_gradients(program: Program) -> set[str]:
-    """What updates read beside gradients."""
+    """The values that updates read beside gradients."""
     made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
     return made | {v.name for v in program.inputs}
 
 
 def _known_last(program: Program, own: set[str]) -> set[str]:
-    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no
-    gradient."""
+    """Values of the optimizer that depend on reductions over gradients: known when the last gradient is. `own`: what is
+    no gradient."""
     found: set[str] = set()
     for line in program.lines:
         if line.by == "optimizer" and not line.writes:
@@ -175,11 +176,11 @@ def _known_last(program: Program, own: set[str]) -> set[str]:
 
 
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
-    """How many blocks whose state rests off the device are updated on the host, of how many."""
+    """The number of blocks whose state rests off the device are updated on the host, of how many."""
     updates = _updates(program)
     brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
-    on_host = sum(line.attrs.get("on") == "host" for line in updates)
-    return on_host, on_host + sum("on" not in line.attrs and not brought.isdisjoint(line.writes) for line in updates)
+    on_host = sum(line.on_host for line in updates)
+    return on_host, on_host + sum(not line.on_host and not brought.isdisjoint(line.writes) for line in updates)
 
 
 class _Rewrite:
@@ -245,7 +246,7 @@ class _Rewrite:
             line.op == "cast"
             and source in self.program.leaves
             and self._tier(source) != "device"
-            and "micro" not in line.attrs
+            and line.micro is None
         ):
             return self._cast(line)
         if line.op == "take_shard":
@@ -263,16 +264,13 @@ class _Rewrite:
             }
             before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
-            guessed = [
-                replace(x, attrs={**x.attrs, "guess": True}) if x.writes or x.op == "disk_read_start" else x
-                for x in lines
-            ]
+            guessed = [x.saying(guess=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
             return [*before, *(guessed if is_guess(line) else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
         lines, sums = self._on("device", line), list[Line]()
-        if (line.attrs.get("backward") or line.by == "fuse") and not repeats(line):
+        if (line.is_backward or line.by == "fuse") and not repeats(line):
             # there an update comes a block later (passes/hoist_updates.py)
             num = 1 if self.program.mesh.unified_memory else 2
             self.recent = [*self.recent, self._read_by(lines)][-num:]
@@ -280,8 +278,8 @@ class _Rewrite:
         return [*lines, *sums, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
-        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and
-        is not to be updated there, or if it reads sums that are there and writes nothing."""
+        """The side on which a line of the optimizer runs: on the host, if most of the state that it reads rests off the
+        device and is not to be updated there, or if it reads sums that are there and writes nothing."""
         if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
             return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
@@ -322,11 +320,9 @@ class _Rewrite:
         written = tuple(names[w] for w in line.writes)
         out = tuple(replace(v, tier=tier) for v in line.out)
         self.values.update((v.name, v) for v in out)
-        attrs = {**line.attrs, "on": "host"} if tier == "host" and line.op == "call" else line.attrs
-        fn = self._for_host(line.fn) if "on" in attrs else line.fn
-        lines.append(
-            replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, attrs=attrs, fn=fn)
-        )
+        line = line.saying(on="host") if tier == "host" and line.op == "call" else line
+        fn = self._for_host(line.fn) if line.op == "call" and line.on_host else line.fn
+        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, fn=fn))
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
@@ -342,9 +338,9 @@ class _Rewrite:
     # --- moving ---
 
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
-        """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
+        """Brings a line's operands that are not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        late, stored = line.attrs.get("backward") or self._is_late(line), self._stored(line)
+        late, stored = line.is_backward or self._is_late(line), self._stored(line)
         absent = [
             a
             for a in dict.fromkeys(line.args)
@@ -388,8 +384,8 @@ class _Rewrite:
         return {**shared, **found}, lines + more
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
-        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed
-        with."""
+        """Buffers for leaves that a line writes and does not read, which need a place on its tier, not their value: the
+        copies that are computed with."""
         unified = self.program.mesh.unified_memory
         names = [
             a
@@ -399,7 +395,17 @@ class _Rewrite:
         if not names:
             return {}
         out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
-        lines.append(self._made(Line("buffer", (), out, attrs={"leaves": tuple(names), "on": tier}, by="offload")))
+        lines.append(
+            self._made(
+                Line(
+                    "buffer",
+                    (),
+                    out,
+                    attrs=BufferAttrs(leaves=tuple(names), on="host" if tier == "host" else "device"),
+                    by="offload",
+                )
+            )
+        )
         return dict(zip(names, (v.name for v in out), strict=True))
 
     def _role(self, name: str) -> str:
@@ -419,7 +425,7 @@ class _Rewrite:
             for n, c in zip(names, called, strict=True)
         ]
         handle = self._handle(how)
-        attrs = {"memory": "device"} if how == "disk_read" and tier == "device" else {}
+        attrs = CopyAttrs(memory="device" if how == "disk_read" and tier == "device" else "host")
         lines = [
             Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"),
             Line("wait", (handle.name,), tuple(out), by="offload"),
@@ -451,7 +457,7 @@ class _Rewrite:
                 handle = self._handle(how)
                 args, attrs = (
                     (*targets, *(written[t] for t in targets)),
-                    {"memory": "device"} if to == "disk" and direct else {},
+                    CopyAttrs(memory="device" if to == "disk" and direct else "host"),
                 )
                 lines.append(
                     self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload"))
@@ -515,7 +521,7 @@ class _Rewrite:
                 value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
                 lines.append(
                     self._made(
-                        Line("cast", (leaf,), (value,), attrs={"dtype": value.dtype, "guess": True}, by="optimizer")
+                        Line("cast", (leaf,), (value,), attrs=CastAttrs(dtype=value.dtype, guess=True), by="optimizer")
                     )
                 )
                 self.kept[leaf] = value.name
@@ -525,7 +531,7 @@ class _Rewrite:
         """Those copies put back, for a redo."""
         kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
         by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
-        attrs = {"restores": True, "guess": True}
+        attrs = AssignAttrs(restores=True, guess=True)
         return [
             Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer")
             for ws in by_tier.values()
@@ -535,8 +541,8 @@ class _Rewrite:
     # --- what waits on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of
-        them are made."""
+        """Copies to the host of what a block leaves for its backward, and the gradients for an update, as soon as all
+        of them are made."""
         lines: list[Line] = []
         for names in (
             [v.name for v in line.out if v.name in self.saved],
@@ -565,8 +571,7 @@ class _Rewrite:
         return [] if any(a in self.leaving for a in together) else together
 
     def _added(self) -> list[Line]:
-        """What micro-batches make, added up on the host: a block later, when the device has another to run
-        meanwhile."""
+        """Sums of micro-batches on the host: a block later, when the device has another to run meanwhile."""
         lines, copies = list[Line](), dict[str, str]()
         if self.summands:
             copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)

@@ -1,4 +1,4 @@
-"""Costs of a program: floating point operations and bytes of each line, from shapes alone; seconds, on a given device.
+"""Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
 
 [Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
 products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (inductor/fusion.py) /
@@ -27,6 +27,7 @@ from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import kernels
 from fzero.plan.inductor.nodes import PRODUCTS, packet
 from fzero.plan.inductor.temporaries import temporaries
+from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.block import Joint
@@ -37,7 +38,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Cost:
-    """What running a function once costs.
+    """The cost of running a function once.
 
     Attributes:
         flops: floating point operations of its products, by the dtype they run in.
@@ -110,7 +111,7 @@ def _cost(function: Function, backend: str) -> Cost:
 
 
 def product_flops(node: fx.Node) -> float:
-    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
 
     They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
     scores that it computes again.
@@ -158,7 +159,7 @@ def on_host(line: Line, program: Program) -> bool:
 
 
 def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
-    """What a line that the host computes reads and writes there."""
+    """Bytes that a line which the host computes reads and writes there."""
     if line.fn:
         return cost_of(program.functions[line.fn], backend).bytes
     return OPS[line.op].touched(line, program.values_by_name, program.mesh)
@@ -196,10 +197,10 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     if isinstance(row, Copy):
         nbytes = transfer_bytes(line, program.values_by_name, mesh)
         return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
-    size = mesh.axis_size(line.attrs["axes"])
+    size = mesh.axis_size(line.axes)
     if size == 1:
         return 0.0
-    per_host = ranks_per_host(mesh, tuple(line.attrs["axes"]), device.devices_per_host)
+    per_host = ranks_per_host(mesh, line.axes, device.devices_per_host)
     num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
     if row.tree:  # what is small goes up and down a tree
@@ -236,8 +237,8 @@ def as_used(device: Device, program: Program) -> Device:
 
 
 def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's
-    axes."""
+    """The number of ranks of a group along `axes` that share a host, where they are fewest. Ranks are row-major over
+    the mesh's axes."""
     return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
 
 
@@ -274,8 +275,8 @@ def model_flops(program: Program) -> float:
     for line, times in program.walk():
         if not line.fn:
             continue
-        if "call" in line.attrs:
-            total += times * _joint_flops(line.attrs["joint"], line.attrs["backward"], tuple(line.attrs["grads"]))
+        if (block := line.block) is not None and block.part != "both":
+            total += times * _joint_flops(block)
         else:
             total += times * _counted(program.functions[line.fn].graph.graph.nodes)
     return total
@@ -284,7 +285,8 @@ def model_flops(program: Program) -> float:
 _joint: weakref.WeakKeyDictionary[Joint, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
-def _joint_flops(joint: Joint, backward: bool, grads: tuple[int, ...]) -> float:
+def _joint_flops(block: BlockCall) -> float:
+    joint, backward, grads = block.joint, block.part == "backward", block.grads
     known = _joint.setdefault(joint, {})
     if (backward, grads) not in known:
         outputs = joint.graph.outputs

@@ -1,4 +1,4 @@
-"""What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
+"""Counts the bytes alive at every line of a program, by role: exact, from the program alone.
 
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fzero.layout import padded
 from fzero.passes.speculate import guessed_leaves
 from fzero.program.aliases import Aliases
+from fzero.program.attrs import BufferAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
 from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
@@ -148,7 +149,7 @@ class _Memory:
     def _sample(self, line: Line, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
         inside = self.temporaries[line.fn] if line.fn else OPS[line.op].inside(line, self.values, self.program.mesh)
-        now[line.attrs.get("on") == "host" and not self.program.mesh.unified_memory]["temporaries"] += inside
+        now[line.on_host and not self.program.mesh.unified_memory]["temporaries"] += inside
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
         return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
@@ -221,7 +222,7 @@ class _Memory:
         return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
 
     def _lie(self, name: str, place: Place | None) -> _Storage:
-        """Where an argument of a transfer is read from: its place in the pool, which may be a copy."""
+        """The place that an argument of a transfer is read from: its place in the pool, which may be a copy."""
         return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
 
     def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
@@ -241,7 +242,7 @@ class _Memory:
 
 
 def roles(program: Program) -> dict[str, str]:
-    """What every value is for, one of `ROLES`."""
+    """The role of every value, one of `ROLES`."""
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
@@ -250,7 +251,7 @@ def roles(program: Program) -> dict[str, str]:
         for name, role in known.items()
     }
     leaves = set(known)
-    backward = next((i for i, line in enumerate(lines) if line.attrs.get("backward")), len(lines))
+    backward = next((i for i, line in enumerate(lines) if line.is_backward), len(lines))
     # what updates read of the backward, and what that was made of
     gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
@@ -293,7 +294,7 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def _copies(program: Program) -> dict[str, str]:
-    """What each copy between tiers is a copy of, in the end: a leaf, or what a line made."""
+    """The origin of each copy between tiers: a leaf, or what a line made."""
     started: dict[str, Line] = {}
     out: dict[str, str] = {}
     for line, _ in program.walk():
@@ -302,8 +303,8 @@ def _copies(program: Program) -> dict[str, str]:
         elif OPS[line.op].waits and line.args[0] in started:
             start = started[line.args[0]]
             out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
-        elif "leaves" in line.attrs:  # a buffer for them
-            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs["leaves"], strict=True))
+        elif isinstance(line.attrs, BufferAttrs):
+            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs.leaves, strict=True))
         elif line.op == "cast" and line.args[0] in out:  # on the way
             out[line.out[0].name] = out[line.args[0]]
     return out

@@ -1,4 +1,4 @@
-"""Parameters that travel in 8 bits: the lines that round shards before they are gathered.
+"""Gathers parameters in 8 bits: the lines that round shards before they travel.
 
 A parameter that rests as a shard, and that nothing but products in 8 bits reads (precision/fp8.py), is cast to
 float8_e4m3fn by the scale of the whole. That is the largest of its shards' scales: `scales` makes one for each leaf of
@@ -15,11 +15,12 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.layout import FP8
+from fzero.layout import slot_path
 from fzero.operators.scaled_matmul import E4M3, amax, scale_of
 from fzero.precision import delayed
 from fzero.precision.delayed import Slot
 from fzero.precision.fp8 import InFp8, rewrite
+from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions, Inputs
 from fzero.program.names import Names, identifier
@@ -74,14 +75,21 @@ def in_8_bits(
                     "cast",
                     (leaf.path, values[-1].name),
                     (rounded,),
-                    attrs={"dtype": E4M3, "through": cast[i].dtype},
+                    attrs=CastAttrs(dtype=E4M3, through=cast[i].dtype),
                     by="fp8",
                 )
             )
         facts = tuple((params.leaves[i].shape, params.leaves[i].dtype, cast[i].dtype) for i in group)
         fn = functions.add("scales", _scales(facts, graph.inputs[0].meta["val"].device))
         calls.append(
-            Line("call", tuple(params.leaves[i].path for i in group), tuple(values), fn, {"scales": "shards"}, by="fp8")
+            Line(
+                "call",
+                tuple(params.leaves[i].path for i in group),
+                tuple(values),
+                fn,
+                CallAttrs(scales="shards"),
+                by="fp8",
+            )
         )
     replaced = {cast[i].name for group in groups.values() for i in group}
     position = {node: i for i, node in places.items()}
@@ -98,7 +106,12 @@ def in_8_bits(
         )
         calls.append(
             Line(
-                "call", (f"{FP8}.history",), values, functions.add("fp8_scales", made), {"scales": "history"}, by="fp8"
+                "call",
+                (slot_path("fp8", "history"),),
+                values,
+                functions.add("fp8_scales", made),
+                CallAttrs(scales="history"),
+                by="fp8",
             )
         )
     lines = [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]
@@ -123,7 +136,7 @@ def _block_of(weight: fx.Node) -> fx.Node:
 
 @functools.lru_cache(maxsize=256)
 def _scales(facts: tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...], device: torch.device) -> Recorded:
-    """Of leaves with these shapes and dtypes, in other dtypes, their scales."""
+    """The scales of leaves with these shapes and dtypes, in other dtypes."""
     mode = compat.FakeTensorMode()
     with mode:
         fakes = [compat.new_fake(mode, shape, dtype, device) for shape, dtype, _ in facts]

@@ -1,4 +1,4 @@
-"""The program: a whole training step as a list of lines.
+"""Defines the program: a whole training step as a list of lines.
 
 [Note: placements] How a value of a program relates to the mesh:
   whole          the same on every rank
@@ -7,7 +7,10 @@
   moving         a transfer has been started and not yet waited for
 Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes,
 or, `by` another reduction, the largest or smallest. Only what is not
-partial may rest in a state, and only a `whole` or a `local` may be returned.
+partial may rest in a state, and only a `whole` or a `local` may be returned. Each value has axes of its own: one
+program has shards over `data`, and, padded for the same `grid` of axes, the shards over `data` and `node` that those
+are cut in (see [Note: several axes] in fzero/layout.py). A transfer is over one
+axis: a gather over the last that its shards were cut over, a reduction over the next that they are to be cut over.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
 small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
@@ -16,7 +19,7 @@ optimizer before it is cut into functions. `loop` repeats a body once a micro-ba
 sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated themselves
 (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names
 are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says which a line
-overwrites. `redo` compares scalars with the guesses that lines with `guess` in their attributes were carried out on,
+overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out on,
 and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes
 a value of zeros.
 
@@ -34,7 +37,7 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
 computes where what it reads lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each
 make new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as
 `disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves what is in host
-memory, or, where the mesh says `gpu_direct`, also what is in the device's: `memory` of the line's attributes says so.
+memory, or, where the mesh says `gpu_direct`, also what is in the device's, as the line's `memory` says.
 Host values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`):
 there copies between the two hand out what they are given, and everything lies in one pool.
 """
@@ -45,24 +48,43 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import TypeVar
 
-from fzero.layout import Leaf, shard_numel
+from fzero.layout import Layout, Leaf, grid_of, shard_numel
 from fzero.mesh import AbstractMesh
+from fzero.program.attrs import Attrs, BlockCall, CallAttrs, Counted, Guessed, Over, Repeated, Side, UpdateAttrs
 from fzero.trace.record import Recorded
+
+A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
+K = TypeVar("K", bound=Attrs)
+_UNSAID: Any = None  # the attributes of a line's op, with nothing said
 
 
 @dataclass(frozen=True)
 class Placement:
     """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
-    "max" or "min"."""
+    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     by: str = "sum"
+    grid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.kind == "shard" else ())
+
+    def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = ()) -> Placement:
+        """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for."""
+        return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its axes are the first of those that it is padded for: so that it is the parts of a finer cut."""
+        return not self.grid or self.grid[: len(self.axes)] == self.axes
 
     def left(self, partial: Iterable[str]) -> Placement:
         """With these axes left to be reduced over."""
@@ -70,9 +92,15 @@ class Placement:
         return replace(self, partial=partial, by=self.by if partial else "sum")
 
     def __str__(self) -> str:
-        text = f"{self.kind}({', '.join(self.axes)})" if self.axes else self.kind
+        finer = f" of {', '.join(self.grid)}" if self.grid else ""
+        text = f"{self.kind}({', '.join(self.axes)}{finer})" if self.axes else self.kind
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
         return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
+
+
+def resting(layout: Layout) -> Placement:
+    """The placement of a leaf of this layout."""
+    return Placement("shard", layout.axes, grid=layout.grid) if layout.axes else WHOLE
 
 
 WHOLE = Placement()
@@ -81,7 +109,7 @@ MOVING = Placement("moving")
 
 @dataclass(frozen=True)
 class Value:
-    """What a line makes: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
+    """A result of a line: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,11 +129,9 @@ class Value:
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Shape of what a rank holds of it."""
-        return (
-            (shard_numel(self.shape, mesh.axis_size(self.placement.axes)),)
-            if self.placement.kind == "shard"
-            else self.shape
-        )
+        if self.placement.kind != "shard":
+            return self.shape
+        return (shard_numel(self.shape, mesh.axis_size(self.placement.axes), mesh.axis_size(self.placement.grid)),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -130,24 +156,86 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Line:
-    """`out = op(args)`; `by` names the transform that placed it, `into` where its results lie (see [Note: pool])."""
+class Line(Generic[A]):
+    """`out = op(args)`; `attrs` is what it says besides (fzero/program/attrs.py), `by` names the transform that placed
+    it, `into` where its results lie (see [Note: pool])."""
 
     op: str
     args: tuple[str, ...] = ()
     out: tuple[Value, ...] = ()
     fn: str = ""
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: A = _UNSAID
     writes: tuple[str, ...] = ()
     by: str = ""
     body: tuple[Line, ...] = ()
     into: tuple[Place | None, ...] = ()
 
-    def rename(self, names: Mapping[str, str]) -> Line:
-        attrs = self.attrs
-        if "inputs" in attrs:  # of a block, from which the arguments follow once it is settled what it keeps
-            attrs = {**attrs, "inputs": tuple(names.get(a, a) for a in attrs["inputs"])}
-        return replace(self, args=tuple(names.get(a, a) for a in self.args), attrs=attrs)
+    def __post_init__(self) -> None:
+        if self.attrs is _UNSAID:
+            from fzero.program.ops import unsaid
+
+            object.__setattr__(self, "attrs", unsaid(self.op))
+
+    @property
+    def block(self) -> BlockCall | None:
+        """The block's call that it is."""
+        return self.attrs.block if isinstance(self.attrs, CallAttrs) else None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a block's forward, alone."""
+        return self.block is not None and self.block.part == "forward"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a block's vjp, alone."""
+        return self.block is not None and self.block.part == "backward"
+
+    @property
+    def scales(self) -> str:
+        """The source of the 8-bit scales that it makes, if it does."""
+        return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it says that it computes on the host. A line that computes where its arguments lie says nothing."""
+        return isinstance(self.attrs, Side) and self.attrs.on == "host"
+
+    @property
+    def guess(self) -> bool:
+        """Whether it is carried out on a guess; if the step does not guess, in vain or not at all."""
+        return isinstance(self.attrs, Guessed) and self.attrs.guess
+
+    @property
+    def micro(self) -> tuple[int, int] | None:
+        """The micro-batch that it is for, and how many there are, where lines are repeated themselves."""
+        return self.attrs.micro if isinstance(self.attrs, Repeated) else None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is about."""
+        return self.attrs.axes if isinstance(self.attrs, Over) else ()
+
+    @property
+    def count(self) -> int:
+        """The number of turns or parts."""
+        count = self.attrs.count if isinstance(self.attrs, Counted) else None
+        return 1 if count is None else count
+
+    def says(self, kind: type[K]) -> K:
+        """Its attributes, of which it is known what they are."""
+        assert isinstance(self.attrs, kind), f"{self.op} says {self.attrs}"
+        return self.attrs
+
+    def saying(self, **changes: Any) -> Line[A]:
+        """The line with other attributes."""
+        return replace(self, attrs=replace(self.attrs, **changes))
+
+    def rename(self, names: Mapping[str, str]) -> Line[A]:
+        new = replace(self, args=tuple(names.get(a, a) for a in self.args))
+        if self.block is None:
+            return new
+        return new.saying(block=replace(self.block, inputs=tuple(names.get(a, a) for a in self.block.inputs)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,10 +285,16 @@ class Program:
             for line in lines:
                 found.append((line, times))
                 if line.body:
-                    visit(line.body, times * line.attrs.get("count", 1))
+                    visit(line.body, times * line.count)
 
         visit(self.lines, 1)
         return found
+
+    @property
+    def update(self) -> Line[UpdateAttrs] | None:
+        """The line that is the whole optimizer, until it is cut into functions."""
+        found = (line for line in self.lines if isinstance(line.attrs, UpdateAttrs))
+        return next(found, None)  # type: ignore[return-value]
 
     def values(self) -> dict[str, Value]:
         """Every value by name."""
@@ -241,7 +335,7 @@ class Program:
 
 def repeats(line: Line) -> bool:
     """Whether a line is one before it again, for another micro-batch: it reads the same parameters."""
-    return line.attrs.get("micro", (0, 1))[0] > 0
+    return line.micro is not None and line.micro[0] > 0
 
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:

@@ -1,4 +1,4 @@
-"""From functions to a program: records loss, gradients and optimizer on abstract values and turns them into lines.
+"""Lays graphs out as lines: records loss, gradients and optimizer on abstract values and turns them into a program.
 
 What comes out is the step of one process in base form: every leaf whole, blocks unsplit (the forward is called, and
 its vjp recomputes it), one `update` for the whole optimizer. Every transform is a rewrite of this program.
@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.layout import Leaf
+from fzero.program.attrs import BlockCall, CallAttrs
 from fzero.program.ir import Function, Line, Value
 from fzero.program.names import Names
 from fzero.trace.block import Blocks, Joint, call_block, call_vjp
@@ -147,14 +148,9 @@ class Lines:
                 self.name[got] = name
             out.append(_value(outputs[i], name))
         inputs = tuple(self.name[a] for a in node.args[2:])  # type: ignore[index]
-        attrs = {
-            "joint": joint,
-            "call": call,
-            "backward": backward,
-            "grads": used if backward else (),
-            "inputs": inputs,
-        }
-        self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, attrs))
+        part = "backward" if backward else "forward"
+        block = BlockCall(joint, call, part, inputs, used if backward else ())
+        self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, CallAttrs(block=block)))
 
     def _flush(self) -> None:
         """The operations since the last block call, as one function. Views of inputs are remade wherever they are

@@ -1,4 +1,4 @@
-"""Live ranges of program values, including reads by other ranks where ranks share memory.
+"""Computes live ranges of program values, including reads by other ranks where ranks share memory.
 
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another
 may still be reading. It has read all it needs once a later transfer over the same axis, started after that wait, has
@@ -51,7 +51,7 @@ class Uses:
                 self.made[value.name] = i
         self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
         self.starts = [
-            (i, self.waits[line.out[0].name], line.attrs["axes"])
+            (i, self.waits[line.out[0].name], line.axes)
             for i, (line, _) in enumerate(self.lines)
             if line.op in COLLECTIVES
         ]

@@ -1,4 +1,4 @@
-"""Printing a program: valid Python, with the dtype, shape and placement of every result beside it.
+"""Prints a program: valid Python, with the dtype, shape and placement of every result beside it.
 
 The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
 differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the
@@ -63,7 +63,16 @@ def source(program: Program) -> str:
 
 def show(program: Program, *, fold: bool = True) -> str:
     """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every
-    line that runs."""
+    line that runs.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> program = fz.lower(step, fz.AbstractMesh(data=1), params, batch).program
+        >>> print(show(program).splitlines()[0])
+        # <lambda> on mesh data=1
+    """
     if not isinstance(program, Program):
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))
@@ -84,7 +93,7 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 
 def name_of(program: Program) -> str:
-    """Of the one function that a program's source defines."""
+    """The name of the one function that a program's source defines."""
     return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
 
 
@@ -114,8 +123,9 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
     out: list[Printed] = []
     readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
     for line in lines:
-        for name in line.args if "micro" in line.attrs else ():
-            readers.setdefault(name, set()).add(line.attrs["micro"][0])
+        if line.micro is not None:
+            for name in line.args:
+                readers.setdefault(name, set()).add(line.micro[0])
     for line, dead in zip(lines, last_reads(lines, program), strict=True):
         if line.body:
             totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
@@ -149,7 +159,7 @@ def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
     micro-batches let go at the same place."""
     read: tuple[str, ...] = ()
     for line in lines:
-        read = line.args if line.fn and "micro" in line.attrs else read
+        read = line.args if line.fn and line.micro is not None else read
         yield list(
             dict.fromkeys(
                 (*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))
@@ -272,7 +282,8 @@ def _all(p: Printed) -> str:
 
 
 def _repeats(templates: list[str], numbers: list[list[int]], start: int, period: int) -> int:
-    """How often the `period` statements from `start` on repeat, each number moving by the same amount every time."""
+    """The number of times that the `period` statements from `start` on repeat, each number moving by the same amount
+    every time."""
 
     def steps(k: int, turn: int) -> list[int]:
         here = start + turn * period + k

@@ -1,4 +1,4 @@
-"""The rules of a program, checked after every rewrite. A violation is a bug of the rewrite, never of the user.
+"""Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
 
 Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
 alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero.errors import VerifyError, message
+from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
 from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, is_guess, misformed
 
@@ -75,7 +76,7 @@ class _Checker:
                     self.bad(line, f"{name} has been overwritten")
             self._check(line)
             if line.body:
-                outside, self.turns = dict(self.known), line.attrs.get("count", 1)
+                outside, self.turns = dict(self.known), line.count
                 self.lines(line.body, self.known)
                 self.turns = 1
                 inner, self.known = self.known, outside
@@ -88,7 +89,7 @@ class _Checker:
                 axes = {*value.placement.axes, *value.placement.partial}
                 # it is a violation already
                 self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
-            if line.attrs.get("restores"):
+            if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue
             self.guessed |= {w for w in line.writes if is_guess(line) and w in self.program.leaves}
@@ -105,9 +106,9 @@ class _Checker:
                 self.bad(start, f"{name} is never waited for")
 
     def settle(self, line: Line) -> None:
-        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk;
-        others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is taken
-        to be on the device."""
+        """Checks what a redo may read and write: leaves that were written on a guess are as they were if they rest on
+        disk; others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is
+        taken to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
         # is written and never read by an update
         computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}
@@ -142,8 +143,7 @@ class _Checker:
                 self.problems.append(f"output {name} is {value.placement}")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        roles = ("params", "mutable", "opt_state", "step", "compute", "gradients", "loss_scale", "precision", "fp8")
-        state = {n for n, leaf in self.program.leaves.items() if leaf.role in roles}
+        state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
                 self.problems.append(f"{name} is written, but is not a leaf of the state")
@@ -178,17 +178,20 @@ class _Checker:
         args = [self.known[a] for a in line.args if a in self.known]
         if problems or len(args) != len(line.args):
             return
-        named = {a for v in line.out for a in (*v.placement.axes, *v.placement.partial)} | {*line.attrs.get("axes", ())}
+        named = {a for v in line.out for a in (*v.placement.axes, *v.placement.partial)} | {*line.axes}
         if unknown := sorted(named - {*self.program.mesh.axes}):
             self.bad(line, f"the mesh has no axis {', '.join(map(repr, unknown))}")
             return
+        for v in line.out:
+            if not v.placement.is_nested:
+                self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
         self._tiers(line, args)
         OPS[line.op].check(line, args, self)
 
     def micro(self, line: Line) -> tuple[int, int]:
         """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there
         are."""
-        micro, count = line.attrs.get("micro", (-1, line.attrs.get("count", 1)))
+        micro, count = line.micro or (-1, line.count)
         if count != self.turns if micro < 0 else micro >= count:
             self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
         return micro, count
@@ -199,8 +202,8 @@ class _Checker:
                 self.bad(line, f"{source} is {how} to {target}")
 
     def _tiers(self, line: Line, args: Sequence[Value]) -> None:
-        """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes
-        where it computes."""
+        """Checks that a line's operands lie on the tier that it reads from, written leaves on the one it writes to,
+        results where it computes."""
         row = OPS[line.op]
         if isinstance(row, Copy):
             reads, writes = row.tiers(line)
@@ -221,7 +224,7 @@ class _Checker:
 
 
 def _row(line: Line) -> Op:
-    """What the table says of a line; of an op that it does not list, nothing."""
+    """The row of a line; an empty one for an op that the table does not list."""
     return OPS.get(line.op, _NOTHING)
 
 

@@ -1,5 +1,5 @@
-"""The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by
-how places were chosen.
+"""Verifies the pool of a finished program by going through it as it runs, two turns of a loop: not by how places were
+chosen.
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer
 is under way nobody writes what it reads or fills, and what other ranks read from shared memory stays as it is until
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fzero.errors import VerifyError, message
+from fzero.program.attrs import WaitAttrs
 from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS, STARTS, Start, stays, turns
 
@@ -104,7 +105,7 @@ class _Checker:
             spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
         for guard in self.guards.values():
-            if guard.waited and guard.line.attrs["axes"] == line.attrs.get("axes"):
+            if guard.waited and guard.line.axes == line.axes:
                 guard.after.add(line.out[0].name)
 
     def _wait(self, line: Line) -> None:
@@ -115,10 +116,8 @@ class _Checker:
             return
         guard.waited = True
         released = [n for n, g in self.guards.items() if name in g.after]
-        if line.attrs.get("together"):
-            released += [
-                n for n, g in self.guards.items() if g.waited and g.line.attrs["axes"] == guard.line.attrs.get("axes")
-            ]
+        if line.says(WaitAttrs).together:
+            released += [n for n, g in self.guards.items() if g.waited and g.line.axes == guard.line.axes]
         row = STARTS[guard.line.op]
         for value, place, filled in zip(line.out, line.into, row.filled(guard.line), strict=False):
             if place is None or filled is None:

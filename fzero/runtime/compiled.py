@@ -1,4 +1,5 @@
-"""What training and evaluation on a mesh share. Owns what is made once: programs and functions, for each kind of batch.
+"""Holds the programs and functions of a compiled step, made once for each kind of batch: the common part of training
+and evaluation.
 
 It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
 """
@@ -87,7 +88,7 @@ class Compiled:
 
     def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
-        self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
+        self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
@@ -96,6 +97,16 @@ class Compiled:
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
+
+    @property
+    def step(self) -> Any:
+        """The step as it was compiled."""
+        return self._step
+
+    @property
+    def resolved(self) -> Any:
+        """The step that is carried out: `step`, which leaves nothing open."""
+        return self.step
 
     @property
     def program(self) -> Program:
@@ -120,17 +131,15 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """What the program that ran last costs each rank, as built for this machine's device."""
+        """The cost of the program that ran last on each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             functions = {
                 name: replace(f, graph=on_device(f.graph, self.mesh.device))
                 for name, f in self.program.functions.items()
             }
             assert self._lowered is not None
-            self._planned = (
-                self.program,
-                replace(self._lowered, program=replace(self.program, functions=functions)).plan_on(None, self.backend),
-            )
+            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),))
+            self._planned = self.program, as_built.plan_on(None, self.backend)
         return self._planned[1]
 
     def _run_for(
@@ -213,7 +222,7 @@ class Compiled:
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
-        """What the step's functions read now beside their arguments."""
+        """The settings of the step's functions: what they read now beside their arguments."""
         start = perf_counter()
         found = settings(*self._functions(), strict=False)
         self._looking = perf_counter() - start
@@ -244,10 +253,10 @@ class Compiled:
         return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
 
     def _rates(self) -> Budget | None:
-        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts
+        """The rates that budgets and choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
         if self._budget is None and (
-            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)
+            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)
         ):
             device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
@@ -281,17 +290,17 @@ class Compiled:
         only written down is then as it was to the program, and what is counted, drawn or used up is not; and if they
         read the clock, which is let be where it is only written down."""
         read, before = self._settings(), counted(*self._functions())
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        lowered = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
         now, first = self._settings(), counted(*self._functions())
         clocks = timed(*self._functions())
         if now == read and first == before and not clocks:
             return lowered
-        again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        again = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
         after = counted(*self._functions())
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
         ]
-        if changed or agree.describe(again.program) != agree.describe(lowered.program):
+        if changed or agree.describe(*again.programs) != agree.describe(*lowered.programs):
             others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
             if others and any(
                 place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()

@@ -1,4 +1,4 @@
-"""A forward-only step on a mesh."""
+"""Runs a forward-only step on a mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from fzero.step import EvalStep, check_params
 
 
 class CompiledEval(Compiled):
-    """A forward-only step on a mesh. Made by `compile`."""
+    """A forward-only step on a mesh. Made by `compile`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> evaluate = fz.compile(fz.eval_step(lambda p, x: {"y": x @ p["w"]}), fz.make_mesh(data=1), backend="eager")
+        >>> evaluate({"w": torch.eye(2)}, torch.ones(1, 2))
+        {'y': tensor([[1., 1.]])}
+    """
 
     owner = "eval_step"
 

@@ -1,5 +1,4 @@
-"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from
-those that the step expects."""
+"""Assembles states from leaves, and lists the differences between a state and the one that a step expects."""
 
 from __future__ import annotations
 
@@ -14,10 +13,7 @@ from fzero import agree, tree
 from fzero.errors import FzeroValueError, message
 from fzero.layout import (
     COMPUTE,
-    FP8,
     GRADIENTS,
-    LOSS_SCALE,
-    PRECISION,
     Layout,
     Leaf,
     extent_of,
@@ -33,12 +29,9 @@ from fzero.lowering.layouts import (
     leaves_made_anew,
     opt_state_inputs,
     params_inputs,
-    precision_of,
 )
+from fzero.lowering.slots import SLOTS, begun, slots_of
 from fzero.mesh import Mesh
-from fzero.optim.loss_scale import LossScaleState
-from fzero.precision.counters import PrecisionState
-from fzero.precision.delayed import Fp8State
 from fzero.program.lines import Inputs
 from fzero.state import storage
 from fzero.step import State, Step
@@ -103,21 +96,6 @@ def check_memory(owner: str, **parts: Any) -> None:
         )
 
 
-KEPT: dict[str, tuple[str, Any]] = {
-    "loss_scale": (LOSS_SCALE, LossScaleState),
-    "precision": (PRECISION, PrecisionState),
-    "fp8": (FP8, Fp8State),
-}
-"""Where a run is besides its step and its key: the path of what `extras` holds under a name, which is the role of its
-leaves too, and what makes it of them."""
-
-
-def kept(values: dict[str, Any]) -> dict[str, Any]:
-    """The extras that are made of values by path, of those that are there."""
-    there = {name: make for name, (path, make) in KEPT.items() if f"{path}.{make._fields[0]}" in values}
-    return {name: make(*(values[f"{KEPT[name][0]}.{field}"] for field in make._fields)) for name, make in there.items()}
-
-
 class Last:
     """The trees that a step was last called with, or made: what was found of them holds as long as they are the
     same."""
@@ -125,23 +103,27 @@ class Last:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
+        self._extras: Any = None
         self._contents = tree.Contents()  # theirs, by which it is seen that a leaf was put in place of another
         self.begun = False  # whether they have been looked at as a training step does before their first
         self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
-    def holds(self, *trees: Any) -> bool:
+    def holds(self, *trees: Any, extras: Any = None) -> bool:
+        """`extras`: what a state carries besides, known by its identity alone."""
         if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
             return False
-        return self._contents.same()
+        return extras is self._extras and self._contents.same()
 
-    def keep(self, inputs: Inputs, *trees: Any) -> None:
+    def keep(self, inputs: Inputs, *trees: Any, extras: Any = None) -> None:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
+        self._extras = extras
         self._contents = tree.Contents(*trees)
         self.storages = frozenset(map(storage_of, tree.leaves(trees)))
 
     def let_go(self) -> None:
         self.trees, self.storages, self._contents, self._first = None, frozenset(), tree.Contents(), []
+        self._extras = None
 
     def checked(self) -> Inputs:
         """The leaf table of the first tree; raises if they were moved since."""
@@ -162,15 +144,14 @@ def assembled(
     places: dict[str, torch.Tensor],
     owner: str,
 ) -> State:
-    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; what is not among them
-    begins: a loss scale where it starts, what is counted and remembered with zeros."""
+    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; of slots that are not
+    among them (fzero/lowering/slots.py) the beginning."""
     for inputs, values in ((params, made), (opt_state, opt)):
         for i, x in values.items():
             place(x, inputs.leaves[i], mesh)
-    scaling, leaves = precision_of(step).loss_scale, extra_leaves(step, params)
-    begins = {p: torch.zeros(leaf.shape, dtype=leaf.dtype) for p, leaf in leaves.items()}
-    begins |= {} if scaling is None else {f"{LOSS_SCALE}.{name}": x for name, x in scaling.init()._asdict().items()}
-    few = {p: place({**begins, **rest}[p].to(mesh.device), leaf, mesh) for p, leaf in leaves.items()}
+    leaves = extra_leaves(step, params)
+    rest = begun(step, leaves.values()) | rest
+    few = {p: place(rest[p].to(mesh.device), leaf, mesh) for p, leaf in leaves.items()}
     anew = leaves_made_anew(step, mesh, params)
 
     def make(name: str) -> dict[int, torch.Tensor]:
@@ -181,7 +162,7 @@ def assembled(
         name: params.rebuild(agree.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
         for name in anew
     }
-    return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | kept(few))
+    return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | slots_of(few))
 
 
 def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
@@ -212,8 +193,8 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`:
-    see `unplaced`."""
+    """The differences between the leaves of a state and those that a step expects; tied leaves rest as the first of
+    them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -226,14 +207,14 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """How what is made anew, and the loss scale, of a state differ from those that a step expects."""
-    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: path for name, (path, _) in KEPT.items()}}
+    """The differences between the extras of a state, made anew or slots, and those that a step expects."""
+    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in SLOTS}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)
     expected = [
         *(leaf for leaves in anew.values() for leaf in leaves.values()),
-        *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in KEPT),
+        *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in SLOTS),
     ]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
@@ -244,7 +225,7 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
 
 def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    extras = kept({path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for path, leaf in few.items()})
+    extras = slots_of({path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for path, leaf in few.items()})
     return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, extras)
 
 
@@ -255,7 +236,7 @@ def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> lis
         *(params.leaves[t] for t in params.ties),
         *opt_state.leaves,
         few["key"],
-        *(leaf for leaf in few.values() if leaf.role in KEPT),
+        *(leaf for name in sorted(SLOTS) for leaf in few.values() if leaf.role == name),
     ]
 
 
@@ -265,7 +246,8 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """How a leaf rests; its tier only if that is what sets it apart from the other."""
+    """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

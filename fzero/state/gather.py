@@ -1,4 +1,4 @@
-"""The whole state on every rank: for small models, tests and looking."""
+"""Gathers the whole state on every rank: for small models, tests and inspection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def whole(state: Any, mesh: Mesh) -> Any:
             sharded = known is not None and known[0].layout.axes
             value = load(x, mesh.device if sharded else torch.device("cpu"))
             if known is not None and sharded:
-                value = gather(mesh, value, sharded[0])[: known[0].numel].view(known[0].shape)
+                for axis in reversed(sharded):
+                    value = gather(mesh, value, axis)
+                value = value[: known[0].numel].view(known[0].shape)
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 

@@ -1,4 +1,4 @@
-"""Birth of a state: each leaf made as it rests, put where it rests, and dropped before the next one.
+"""Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
 leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked
@@ -10,19 +10,19 @@ would be.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fzero import compat, tree
-from fzero.layout import Leaf, granule, shard
+from fzero.layout import Cut, Leaf, granule, shard
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.random import DERIVE
 from fzero.step import Step
-from fzero.trace.propagate import aten, constants_for_shapes, cut, propagate
+from fzero.trace.propagate import Sharded, aten, constants_for_shapes, cut, propagate
 from fzero.trace.record import AGAIN, Recorded, record
 from fzero.trace.subgraph import Part, ancestors
 
@@ -45,7 +45,7 @@ def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh
     values: dict[fx.Node, Load] = {
         n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
     }
-    return _leaves(graph, values, [], inputs, mesh, put)
+    return _leaves(graph, values, {}, inputs, mesh, put)
 
 
 def opt_state(
@@ -66,42 +66,54 @@ def opt_state(
             run, fakes, owner="optimizer", names=[f"p_{i}" for i in range(len(places))], source=step.optimizer.init
         )
     given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
-    sharded = {p for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
+    sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
     return _leaves(graph, given, sharded, opt, mesh, put)
 
 
 def _leaves(
-    graph: Recorded, values: Mapping[fx.Node, Load], sharded: Collection[fx.Node], inputs: Inputs, mesh: Mesh, put: Put
+    graph: Recorded,
+    values: Mapping[fx.Node, Load],
+    sharded: Mapping[fx.Node, Leaf],
+    inputs: Inputs,
+    mesh: Mesh,
+    put: Put,
 ) -> dict[int, torch.Tensor]:
-    """What the graph returns, from the values of its inputs and of other nodes of it."""
+    """The results of the graph, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come
+    as shards, and of what."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
-    axes = next((leaf.layout.axes for leaf in inputs.leaves if leaf.layout.axes), ())
-    size, index = (mesh.axis_size(axes), mesh.index(axes)) if axes else (1, 0)
     out = {}
     for i in inputs.distinct:
         leaf = inputs.leaves[i]
         # a graph of one leaf: with all inputs it would take time quadratic in the leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)
         part = Part(graph, read, [outputs[i]])
-        key = (part.signature, tuple(p in sharded for p in read), bool(leaf.layout.axes))
+        made_as, index = _cut_of(leaf, mesh), mesh.index(leaf.layout.axes)
+        comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that each input is cut over
+        key = (part.signature, tuple(comes), leaf.layout)
         if key not in known:
             one = part.extract()
-            arrives = {new: leaf.path for p, new in zip(read, one.inputs, strict=True) if p in sharded}
-            known[key] = (
-                one,
-                constants_for_shapes(propagate(one, arrives, [bool(leaf.layout.axes)], size, "init", index)),
-            )
+            cut_as = {axes: _cut_of(leaf.with_layout(axes=axes), mesh) for axes in comes if axes}
+            arrives = {
+                new: Sharded(leaf.path, c)
+                for axes, new in zip(comes, one.inputs, strict=True)
+                if axes and (c := cut_as[axes])
+            }
+            known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
         source, made = known[key]
         if _is_zeros(made):
             out[i] = put(None, leaf)
             continue
-        loads = [values[p] for p in read]
+        loads = [
+            functools.partial(_finer, values[p], sharded[p], axes, mesh) if axes else values[p]
+            for p, axes in zip(read, comes, strict=True)
+        ]
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
-        shards, first = (size * num, index * num) if leaf.layout.axes else (num, 0)
-        if num > 1 and not any(node.target is cut for node in _shard_of(source, shards, first).graph.nodes):
-            out[i] = put(_parts(source, loads, leaf, mesh, shards, range(first, first + num)), leaf)
+        finer, first = made_as or Cut((), 1), index * num
+        finer = Cut(leaf.layout.axes, finer.size * num, finer.grid * num)
+        if num > 1 and not any(node.target is cut for node in _shard_of(source, finer, first).graph.nodes):
+            out[i] = put(_parts(source, loads, leaf, mesh, finer, range(first, first + num)), leaf)
         else:
             out[i] = put(_value(made, loads, leaf, mesh), leaf)
     return out
@@ -109,13 +121,33 @@ def _leaves(
 
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
     """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
-    numel, unit = leaf.shard_numel(mesh), granule(leaf.shape)
+    numel, unit = (
+        leaf.shard_numel(mesh),
+        granule(leaf.shape) * max(1, mesh.axis_size(leaf.layout.grid) // leaf.num_shards(mesh)),
+    )
     least = -(-numel * leaf.dtype.itemsize // PART)
     return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
 
 
+def _cut_of(leaf: Leaf, mesh: Mesh) -> Cut | None:
+    """The cut of a leaf; None if it rests whole."""
+    return Cut(leaf.layout.axes, leaf.num_shards(mesh), mesh.axis_size(leaf.layout.grid)) if leaf.layout.axes else None
+
+
+def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:
+    """The axes over which a parameter is cut when a leaf is made of it: as that leaf, if it is cut further."""
+    axes = param.layout.axes
+    return leaf.layout.axes if leaf.layout.axes[: len(axes)] == axes else axes
+
+
+def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """This rank's shard over these axes of a parameter that rests as a shard over the first of them."""
+    further = axes[len(param.layout.axes) :]
+    return load().chunk(mesh.axis_size(further))[mesh.index(further)]
+
+
 def _parts(
-    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: int, indices: range
+    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Cut, indices: range
 ) -> Iterator[torch.Tensor]:
     for index in indices:
         (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
@@ -123,9 +155,9 @@ def _parts(
         del part  # not alive while the next one is made
 
 
-def _shard_of(source: Recorded, shards: int, index: int) -> Recorded:
-    """The function that makes one of so many shards of what another makes from whole inputs."""
-    return constants_for_shapes(propagate(source, {}, [True], shards, "init", index))
+def _shard_of(source: Recorded, shards: Cut, index: int) -> Recorded:
+    """The function that makes one of these shards of what another makes from whole inputs."""
+    return constants_for_shapes(propagate(source, {}, [shards], "init", index))
 
 
 def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:

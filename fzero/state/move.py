@@ -1,4 +1,4 @@
-"""move: a state to another tier and back, between phases of a run."""
+"""Moves a state to another tier and back, between phases of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import torch
 from fzero import agree, tree
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Home, Leaf, extent_of, home_of, leaf_of, leave, place, ties
+from fzero.lowering.slots import SLOTS
 from fzero.mesh import Mesh
 from fzero.state import storage
 from fzero.transforms.offload import TIERS
 
 HOME = "home"
-_STAYS = ("step", "key", "loss_scale", "precision", "fp8", "gradients")
-"""Roles of what stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where
-gradients wait on disk, which has no value between steps."""
 
 
 def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None) -> Any:
@@ -94,7 +92,7 @@ class _Move:
         known, home = leaf_of(tensor), home_of(tensor)
         assert known is not None
         leaf, mesh = known
-        to = leaf.layout.tier if leaf.role in _STAYS else home.tier if tier == HOME else TIERS.get(tier, "device")
+        to = leaf.layout.tier if _stays(leaf) else home.tier if tier == HOME else TIERS.get(tier, "device")
         return _Move(leaf, leaf.with_layout(tier=to), mesh, home)
 
     @property
@@ -125,6 +123,13 @@ class _Move:
         place(new, self.to, self.mesh, extent, None if there == self.home.tier else self.home)
         leave(old)
         return new
+
+
+def _stays(leaf: Leaf) -> bool:
+    """Whether a leaf stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where
+    gradients wait on disk, which has no value between steps."""
+    slot = SLOTS.get(leaf.role)
+    return leaf.role in ("step", "key", "gradients") or (slot is not None and not slot.moves)
 
 
 def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:

@@ -1,5 +1,4 @@
-"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared
-with.
+"""Interprets a program line by line: the slow and simple semantics that the fast run is compared with.
 
 Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
 start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
 from fzero.mesh import Mesh
-from fzero.program.ir import Line, Program
+from fzero.program.attrs import ShardOfAttrs
+from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
 from fzero.trace.device import by_operation, on_device
 
@@ -51,10 +51,8 @@ class Interpreter:
         self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
 
     def valid_range(self, line: Line) -> tuple[int, int]:
-        """Which elements of the flattened leaf that a line is about are this rank's."""
-        return Leaf("", "", tuple(line.attrs["shape"]), Layout(torch.float32, tuple(line.attrs["axes"]))).valid_range(
-            self.mesh
-        )
+        """The range of the flattened leaf that a line is about which is this rank's."""
+        return Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes)).valid_range(self.mesh)
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:
@@ -69,8 +67,12 @@ class Interpreter:
         here = self.mesh.index(self._axes) if self._axes else 0
         return here * count + micro if self._part is None else self._part
 
-    def cut(self, whole: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        return cut(whole, axes, self.mesh)
+    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
+        """This rank's part of a value that is cut, or cut further, as another is placed."""
+        if source.placement.kind != "shard":
+            return cut(x, out.placement, self.mesh)
+        axes = out.placement.axes[len(source.placement.axes) :]
+        return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return gather(self.mesh, x, axis)
@@ -79,6 +81,8 @@ class Interpreter:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
 
 
-def cut(whole: torch.Tensor, axes: Sequence[str], mesh: Mesh) -> torch.Tensor:
+def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
     """This rank's flat, padded shard of a whole value."""
-    return shard(whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, tuple(axes))), mesh)
+    return shard(
+        whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, placement.axes, grid=placement.grid)), mesh
+    )

@@ -1,4 +1,4 @@
-"""What a comparison found, as a value that prints as a table."""
+"""Defines the result of a comparison, a value that prints as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is
-    more than it may, or else the most."""
+    """The distance of a leaf of the transformed step from that of the plain one, at the first step after which that is
+    more than it may, or else the most.
+
+    Example:
+        >>> Difference("params['w']", (2,), "float32", step=1, difference=1e-8, tolerance=1e-6).ok
+        True
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -43,6 +48,15 @@ class FirstLine:
         rank: on which it was found.
         difference: Euclidean norm, relative.
         why: what is wrong with it, and so where to look.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.1))  # a sum is not a mean
+        >>> step = fz.accumulate(2)(step)
+        >>> params, batch, mesh = {"w": torch.ones(3)}, torch.ones(4, 3), fz.make_mesh(data=1)
+        >>> report = fz.testing.check_equivalent(step, params, batch, mesh, raises=False)
+        >>> report.blame.line is None or report.blame.line.text.strip()
+        True
     """
 
     number: int
@@ -59,7 +73,7 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Blame:
-    """Where a difference begins.
+    """The beginning of a difference.
 
     Attributes:
         transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs
@@ -67,6 +81,15 @@ class Blame:
         with_: those without which this one would do no harm.
         line: the first line that differs; None: no line does when they run one by one.
         step: the training step in which it was found.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.1))  # a sum is not a mean
+        >>> step = fz.accumulate(2)(step)
+        >>> params, batch, mesh = {"w": torch.ones(3)}, torch.ones(4, 3), fz.make_mesh(data=1)
+        >>> report = fz.testing.check_equivalent(step, params, batch, mesh, raises=False)
+        >>> report.blame.transform
+        'accumulate(num_micro_batches=2)'
     """
 
     transform: str | None
@@ -92,6 +115,15 @@ class Report:
         wanted: steps that were asked for; those after which the plain step itself is not finite are not compared.
         exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about
             a thousand times tighter.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.1))  # a sum is not a mean
+        >>> step = fz.accumulate(2)(step)
+        >>> params, batch, mesh = {"w": torch.ones(3)}, torch.ones(4, 3), fz.make_mesh(data=1)
+        >>> report = fz.testing.check_equivalent(step, params, batch, mesh, raises=False)
+        >>> report.equivalent, report.differences[0].path
+        (False, "metrics['loss']")
     """
 
     name: str
@@ -142,7 +174,7 @@ class Report:
         return out
 
     def remarks(self) -> Sequence[str]:
-        """What is said below the tables, a line each."""
+        """The remarks below the tables, a line each."""
         lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
         if self.skipped:
             lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")

@@ -1,13 +1,15 @@
-"""Sharding a pure function by propagation: an optimizer's update, its init, an init function.
+"""Propagates sharding through a pure function: an optimizer's update, its init, an init function.
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
   blocks of 256           lie within shards: what is the same for a block, or made of it, is too
-  (fzero/operators/quant_blocks.py) views                   are nothing: a flat shard has no shape to change
-  full reductions         run on the shards and leave a summand each, which meet in an all_reduce
+                          (fzero/operators/quant_blocks.py)
+  views                   are nothing: a flat shard has no shape to change
+  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of
+                          that leaf
   constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
-Anything else on a sharded leaf is an error that names the operation and the leaf. What does not depend on a sharded
-leaf can always be made whole and cut.
+Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
+that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
 
 The demands are found from the outputs back (who needs this value whole, who needs its shard), the new graph is made
 from the inputs forward. Where the result needs a rank's own facts, or another rank, it holds a marker that lowering
@@ -19,13 +21,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
 from fzero.errors import FzeroTypeError, message
-from fzero.layout import shard_numel
+from fzero.layout import Cut
 from fzero.operators.quant_blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 from fzero.trace.record import Recorded
@@ -34,24 +36,25 @@ from fzero.trace.refusals import line
 aten = torch.ops.aten
 
 
-def all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Marker: the reduction of every rank's `x`."""
+def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
+    """Marker: the reduction of the `x` of every rank along these axes."""
     raise AssertionError("a marker is not executable")
 
 
-def cut(x: torch.Tensor) -> torch.Tensor:
-    """Marker: this rank's flat shard of the whole `x`."""
+def cut(x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """Marker: this rank's flat shard of the whole `x` over these axes."""
     raise AssertionError("a marker is not executable")
 
 
-def num_valid(shape: Sequence[int]) -> torch.Tensor:
-    """Marker: how many elements of this rank's shard of a leaf of this shape are not padding (0-dim int64)."""
+def num_valid(shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+    """Marker: how many elements of this rank's shard over these axes of a leaf of this shape are not padding (0-dim
+    int64)."""
     raise AssertionError("a marker is not executable")
 
 
-def draw_start(base: int, shape: Sequence[int], sharded: bool) -> torch.Tensor:
-    """Marker: where this rank's part of a leaf of this shape, or the whole leaf, begins in a draw of which the leaf
-    begins at `base` (0-dim int64)."""
+def draw_start(base: int, shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+    """Marker: where this rank's part over these axes of a leaf of this shape, without axes the whole leaf, begins in a
+    draw of which the leaf begins at `base` (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
@@ -110,11 +113,17 @@ def is_reduction(node: fx.Node) -> bool:
     return node.target in _REDUCTIONS and _numel(node) == 1 and _numel(node.args[0]) != 1  # type: ignore[arg-type]
 
 
+class Sharded(NamedTuple):
+    """A leaf that comes as a flat shard: its path, for errors, and how it is cut."""
+
+    path: str
+    cut: Cut
+
+
 def propagate(
     source: Recorded,
-    sharded: Mapping[fx.Node, str],
-    demand: Sequence[bool],
-    size: int,
+    sharded: Mapping[fx.Node, Sharded],
+    demand: Sequence[Cut | None],
     owner: str,
     index: int | None = None,
 ) -> Recorded:
@@ -122,9 +131,8 @@ def propagate(
 
     Args:
         source: the function on whole values.
-        sharded: the inputs that arrive as flat shards, with the path of the leaf for errors.
-        demand: for each output whether its shard is wanted (else it is wanted whole).
-        size: number of shards.
+        sharded: the inputs that arrive as flat shards.
+        demand: for each output how the shard is cut that is wanted; None: it is wanted whole.
         owner: who is sharded, for errors.
         index: which shard is made. Only random draws need it: without it the function is the same for every rank, and
             each draw starts where a marker says.
@@ -133,7 +141,7 @@ def propagate(
         FzeroTypeError: listing every operation that cannot run on shards, with its leaf and its line.
     """
     nodes, outputs = list(source.graph.nodes), source.outputs
-    leaf: dict[fx.Node, str] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
+    leaf: dict[fx.Node, Sharded] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
     culprit: dict[fx.Node, str] = {}  # values that there is no way to have, and the operation and leaf at fault
     for node in nodes:
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
@@ -141,17 +149,17 @@ def propagate(
             leaf[node] = origin
             place = node.meta.get("place")
             at_fault = (
-                None if _shardable(node) else f"{node.target} on {origin}{f', at {line(place)}' if place else ''}"
+                None if _shardable(node) else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
             )
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
             if at_fault:
                 culprit[node] = at_fault
-    want: dict[fx.Node, set[bool]] = {n: set() for n in nodes}
+    want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
     problems: dict[str, None] = {}
     for node, shard in zip(outputs, demand, strict=True):
         want[node].add(shard)
     for node in reversed(nodes):
-        for shard in sorted(want[node]):
+        for shard in _whole_first(want[node]):
             for arg, needs in _needs(node, shard, leaf, culprit, problems, index):
                 want[arg].add(needs)
     if problems:
@@ -161,37 +169,45 @@ def propagate(
         )
         raise FzeroTypeError(message(owner, "cannot run on shards", problems, fix))
     graph = fx.Graph()
-    env: dict[tuple[fx.Node, bool], fx.Node] = {}
+    env: Env = {}
     for node in nodes:
         if node.op == "placeholder":
-            shard = node in sharded
+            arrives = sharded[node].cut if node in sharded else None
             new = graph.placeholder(node.name)
-            new.meta["val"] = _local(node, size) if shard else node.meta["val"]
-            if shard:
+            new.meta["val"] = _local(node, arrives)
+            if arrives:
                 new.meta["shard"] = True
-            env[node, shard] = new
-            if not shard and True in want[node]:
-                env[node, True] = _emit(graph, cut, (new,), _local(node, size))
-                env[node, True].meta["shard"] = True
+            env[node, arrives] = new
+            for shard in (s for s in _whole_first(want[node]) if s is not None and arrives is None):
+                env[node, shard] = _emit(graph, cut, (new, shard.axes), _local(node, shard))
+                env[node, shard].meta["shard"] = True
             continue
-        for shard in sorted(want[node]):
+        for shard in _whole_first(want[node]):
             draws = node.target is DRAW and index is None
             if not draws and (
                 node.op == "get_attr"
                 or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))
             ):
-                if (node, False) not in env:
-                    env[node, False] = graph.node_copy(node, lambda n: env[n, False])
+                if (node, None) not in env:
+                    env[node, None] = graph.node_copy(node, lambda n: env[n, None])
                 if shard:
-                    env[node, True] = _emit(graph, cut, (env[node, False],), _local(node, size))
+                    env[node, shard] = _emit(graph, cut, (env[node, None], shard.axes), _local(node, shard))
             elif draws:
-                env[node, shard] = _draw(graph, node, shard, env, size)
+                env[node, shard] = _draw(graph, node, shard, env)
             else:
-                env[node, shard] = _make(graph, node, shard, leaf, env, size, index)
+                env[node, shard] = _make(graph, node, shard, leaf, env, index)
             if shard:
-                env[node, True].meta["shard"] = True
+                env[node, shard].meta["shard"] = True
     graph.output(tuple(env[n, s] for n, s in zip(outputs, demand, strict=True)))
     return Recorded(graph, source.constants)
+
+
+Env = dict[tuple[fx.Node, Cut | None], fx.Node]
+"""What stands in the new graph for a value of the old one, cut so, or whole."""
+
+
+def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:
+    return sorted(cuts, key=lambda c: c or ((), 0, 0))
 
 
 def constants_for_shapes(graph: Recorded) -> Recorded:
@@ -246,67 +262,68 @@ def _is_view(node: fx.Node) -> bool:
 
 def _needs(
     node: fx.Node,
-    shard: bool,
-    leaf: Mapping[fx.Node, str],
+    shard: Cut | None,
+    leaf: Mapping[fx.Node, Sharded],
     culprit: Mapping[fx.Node, str],
     problems: dict[str, None],
     index: int | None,
-) -> list[tuple[fx.Node, bool]]:
-    """The inputs of a node and whether their shards are needed, to have the node whole or its shard."""
+) -> list[tuple[fx.Node, Cut | None]]:
+    """The inputs of a node and how they must be cut, None for whole, to have the node whole or its shard."""
+    if shard and node in leaf and leaf[node].cut != shard:
+        path, cut = leaf[node]
+        problems[
+            f"{path}, sharded over {', '.join(cut.axes)}, with a leaf that is sharded over {', '.join(shard.axes)}"
+        ] = None
+        return []
     if node.op != "call_function":
         return []
     args = list(node.all_input_nodes)
+    natural = [(a, leaf[a].cut if a in leaf else None) for a in args]
     if not shard:
         if node not in leaf and not is_reduction(node):
-            return [(a, False) for a in args]
+            return [(a, None) for a in args]
         if is_reduction(node):
-            return [(a, a in leaf) for a in args]
-        problems[culprit.get(node, f"{node.target} on {leaf[node]}")] = None
+            return natural
+        problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
     if node.target in _FACTORY or node.target is DRAW:
-        return [(a, False) for a in args]
+        return [(a, None) for a in args]
     if node.target in _LIKE or node.target in _NEW:
-        return [(a, a in leaf) for a in args]
+        return natural
     if _is_view(node) or _is_blockwise(node):
-        return [(node.args[0], True)]  # type: ignore[list-item]
+        return [(node.args[0], shard)]  # type: ignore[list-item]
     if _is_local(node):
-        return [(a, _numel(a) != 1) for a in args]
+        return [(a, shard if _numel(a) != 1 else None) for a in args]
     if node in leaf:
-        problems[culprit.get(node, f"{node.target} on {leaf[node]}")] = None
+        problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
-    return [(a, False) for a in args]  # whole, then cut
+    return [(a, None) for a in args]  # whole, then cut
 
 
 def _make(
-    graph: fx.Graph,
-    node: fx.Node,
-    shard: bool,
-    leaf: Mapping[fx.Node, str],
-    env: dict[tuple[fx.Node, bool], fx.Node],
-    size: int,
-    index: int | None,
+    graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None
 ) -> fx.Node:
     """The node on shards, in the new graph."""
-    local = _local(node, size)
     if not shard:
-        return _reduce(graph, node, env, size)
+        return _reduce(graph, node, env, leaf[node.args[0]].cut)  # type: ignore[index]
+    local = _local(node, shard)
     if node.target in _FACTORY:
         return _emit(graph, node.target, ([local.numel()], *node.args[1:]), local, node.kwargs)
     if node.target is DRAW and index is not None:
         args = sub_range(node.args, local.numel() * index, local.numel() * (index + 1))
-        return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, False]), local, node.kwargs)
+        return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, None]), local, node.kwargs)
     if node.target in _LIKE or node.target in _NEW:
         return _constant(graph, node, [local.numel()], local)
     if _is_blockwise(node):
-        return _emit(graph, node.target, (env[node.args[0], True], [local.numel()]), local)  # type: ignore[index]
+        return _emit(graph, node.target, (env[node.args[0], shard], [local.numel()]), local)  # type: ignore[index]
     if _is_view(node):
-        return env[node.args[0], True]  # type: ignore[index]
+        return env[node.args[0], shard]  # type: ignore[index]
     if _is_local(node):
 
         def argument(a: fx.Node) -> fx.Node:
             if _numel(a) != 1:
-                return env[a, True]
-            whole = env[a, False]
+                return env[a, shard]
+            whole = env[a, None]
             return (
                 whole
                 if whole.meta["val"].dim() == 0
@@ -316,31 +333,29 @@ def _make(
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         return _emit(graph, node.target, args, local, kwargs)
-    if (node, False) not in env:
-        env[node, False] = graph.node_copy(node, lambda n: env[n, False])
-    return _emit(graph, cut, (env[node, False],), local)
+    if (node, None) not in env:
+        env[node, None] = graph.node_copy(node, lambda n: env[n, None])
+    return _emit(graph, cut, (env[node, None], shard.axes), local)
 
 
-def _draw(
-    graph: fx.Graph, node: fx.Node, shard: bool, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int
-) -> fx.Node:
+def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Node:
     """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all
     like it, on every rank."""
-    value = _local(node, size) if shard else node.meta["val"]
+    value, axes = _local(node, shard), shard.axes if shard else ()
     start = _emit(
         graph,
         draw_start,
-        (node.args[3], tuple(node.meta["val"].shape), shard),
+        (node.args[3], tuple(node.meta["val"].shape), axes),
         torch.empty((), dtype=torch.int64, device="meta"),
     )
     args = from_start(node.args, start, value.shape)
-    return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, False), n)), value, node.kwargs)
+    return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, None), n)), value, node.kwargs)
 
 
-def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], fx.Node], size: int) -> fx.Node:
+def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
     """A full reduction over shards: padding is masked out, the summands of the ranks meet in an all_reduce."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    x, value, kind = env[source, True], node.meta["val"], _REDUCTIONS[node.target]
+    x, value, kind = env[source, shard], node.meta["val"], _REDUCTIONS[node.target]
     dtype, order = value.dtype, 0.0
     scalar = torch.empty((), dtype=dtype, device="meta")
     if kind == "norm":
@@ -367,9 +382,14 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
             torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"),
             {"dtype": torch.int32},
         )
-    if _numel(source) != size * _local(source, size).numel():
+    if _numel(source) != shard.size * x.meta["val"].numel():
         x = _mask(
-            graph, x, source.meta["val"].shape, {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0), value.device
+            graph,
+            x,
+            source.meta["val"].shape,
+            shard.axes,
+            {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0),
+            value.device,
         )
     inner = {
         "max": aten.amax.default,
@@ -381,12 +401,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     kwargs = {"dtype": dtype} if inner is aten.sum.default else {}
     out = _emit(graph, inner, (x,), scalar.to(inner_dtype), kwargs)
     out.meta["reduction"] = True
-    out = _emit(
-        graph,
-        all_reduce,
-        (out, {"any": "max", "all": "min", "max": "max", "min": "min"}.get(kind, "sum")),
-        scalar.to(inner_dtype),
-    )
+    op = {"any": "max", "all": "min", "max": "max", "min": "min"}.get(kind, "sum")
+    out = _emit(graph, all_reduce, (out, op, shard.axes), scalar.to(inner_dtype))
     if kind == "mean":
         out = _emit(graph, aten.div.Scalar, (out, _numel(source)), scalar)
     if kind == "norm":
@@ -396,7 +412,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Mapping[tuple[fx.Node, bool], f
     return out if value.dim() == 0 else _emit(graph, aten.reshape.default, (out, list(value.shape)), value)
 
 
-def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], fill: Any, device: Any) -> fx.Node:
+def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ...], fill: Any, device: Any) -> fx.Node:
     """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the
     zeros."""
     value = x.meta["val"]
@@ -405,7 +421,7 @@ def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], fill: Any, device: 
     elif fill == "highest":
         fill = math.inf if value.is_floating_point() else torch.iinfo(value.dtype).max
     integers = torch.empty(value.shape, dtype=torch.int64, device="meta")
-    valid = _once(graph, num_valid, (tuple(shape),), torch.empty((), dtype=torch.int64, device="meta"))
+    valid = _once(graph, num_valid, (tuple(shape), axes), torch.empty((), dtype=torch.int64, device="meta"))
     index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
     inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
     other = _once(
@@ -437,8 +453,9 @@ def _numel(node: fx.Node) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else -1
 
 
-def _local(node: fx.Node, size: int) -> torch.Tensor:
+def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
+    """A rank's part of a node, cut so or whole."""
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
+    if shard is None or not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(shard_numel(value.shape, size), dtype=value.dtype, device="meta")
+    return torch.empty(shard.numel(value.shape), dtype=value.dtype, device="meta")

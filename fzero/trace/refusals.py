@@ -1,5 +1,5 @@
-"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a
-way out.
+"""Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
+and a way out.
 
 PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it
 is.
@@ -149,7 +149,7 @@ class Calls(TorchFunctionMode):
             raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
 
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
-        """What is wrong with making a text or a pickle of a tensor."""
+        """Refuses to make a text or a pickle of a tensor."""
         where = [*self._traced.here(), described(x, self._traced.named(x))]
         return (
             f"needs the value of a tensor while being traced ({_TEXTS[func]})",
@@ -365,8 +365,8 @@ def is_library(filename: str) -> bool:
 
 
 def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
-    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions
-    that it calls."""
+    """The way in which a function reaches a tensor other than as an argument: through its closure, globals, defaults,
+    or functions that it calls."""
     seen = set() if seen is None else seen
     if id(fn) in seen:
         return None

@@ -1,5 +1,4 @@
-"""mixed_precision: compute in one dtype, keep the masters and reduce in another. Acts on the functions, before the
-trace.
+"""Computes in one dtype, keeps the masters and reduces in another. Acts on the functions, before the trace.
 
 The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the
 dtype of the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With
@@ -48,7 +47,7 @@ class MixedPrecision(Transform):
 
     @property
     def scaling(self) -> LossScale | None:
-        """How the loss is scaled, if it is."""
+        """The loss scale, if there is one."""
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
@@ -149,9 +148,9 @@ def mixed_precision(
     half of its gradient, zeros aside, underflows. When a step is built, that is by a `compile` whose state is restored,
     or for a batch of another shape, the blocks whose count has reached its limit compute in fp32 from then on: the log
     and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where, does
-    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them. `train.step`
-    is the step as it was built. Code outside blocks stays as it is, and must itself cast what it multiplies: a moved
-    block returns fp32.
+    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them.
+    `train.resolved` is the step as it is built. Code outside blocks stays as it is, and must itself cast what it
+    multiplies: a moved block returns fp32.
 
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
@@ -200,6 +199,12 @@ def mixed_precision(
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> print(*mixed_precision("bf16")(step).transforms)
+        mixed_precision(compute='bf16', params='fp32', reduce='fp32')
     """
     if isinstance(step, (str, torch.dtype)):
         step, compute = None, str(step)
@@ -228,9 +233,7 @@ def mixed_precision(
         )
     if wrong := predicate("where", where):
         raise FzeroTypeError(
-            message(
-                "mixed_precision", "these arguments cannot work", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"
-            )
+            message("mixed_precision", "invalid arguments", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2")
         )
     scaled = "fp16" in (compute, reduce) or compute == "auto"
     problems = (
@@ -255,7 +258,7 @@ def mixed_precision(
             [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'],
         )
     if problems:
-        raise FzeroValueError(message("mixed_precision", "these arguments cannot work", problems, "; ".join(fixes)))
+        raise FzeroValueError(message("mixed_precision", "invalid arguments", problems, "; ".join(fixes)))
     if params == "bf16":
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale

@@ -1,20 +1,22 @@
-"""The table of ops: one row for each, with all that is known of it (base.py says what that is).
+"""Lists the ops of programs: one row for each, with all that is known of it (base.py describes a row).
 
-What is not in this table is no op, and no attribute of one: fzero/program/verify.py refuses it.
+fzero/program/verify.py refuses a line whose op is not in this table, and an attribute that its row does not name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fzero.mesh import AbstractMesh
+from fzero.program.attrs import Attrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import control, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
 from fzero.program.ops.control import compared
 from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
-OPS: Mapping[str, Op] = {row.name: row for row in (*values.ROWS, *transfers.ROWS, *control.ROWS)}
+OPS: Mapping[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *transfers.ROWS, *control.ROWS)}
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""
@@ -24,7 +26,7 @@ TRANSFERS = COLLECTIVES | COPIES
 
 
 def misformed(line: Line) -> list[str]:
-    """What of a line is not as its op's row says."""
+    """Problems of a line by its op's row."""
     row = OPS.get(line.op)
     if row is None:
         return [f"{line.op!r} is not an op"]
@@ -39,20 +41,20 @@ def misformed(line: Line) -> list[str]:
         problems.append("has lines of its own")
     if bool(line.fn) != (row.name == "call"):
         problems.append(f"calls {line.fn or 'no function'}")
-    types = {**row.needs, **row.may}
-    problems += [f"has no attribute {name!r}" for name in row.needs if name not in line.attrs]
-    problems += [f"has an unknown attribute {name!r}" for name in line.attrs if name not in types]
-    problems += [
-        f"{name} = {x!r} is not a {types[name].__name__}"
-        for name, x in line.attrs.items()
-        if name in types and not isinstance(x, types[name])
-    ]
-    return problems
+    if type(line.attrs) is not row.attrs:
+        return [*problems, f"has {type(line.attrs).__name__}, not {row.attrs.__name__}"]
+    return problems + ill_typed(line.attrs)
+
+
+def unsaid(op: str) -> Attrs:
+    """The attributes of a line that says nothing; of an op that must say something `verify` refuses them."""
+    row = OPS.get(op)
+    return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
 def is_guess(line: Line) -> bool:
     """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
-    return bool(line.attrs.get("guess"))
+    return line.guess
 
 
 def is_skipped(line: Line) -> bool:
@@ -61,8 +63,8 @@ def is_skipped(line: Line) -> bool:
 
 
 def turns(line: Line) -> int:
-    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the
-    next; a redo once."""
+    """The number of times to go through a line's body to see what it can do: of a loop two turns, for what one leaves
+    to the next; a redo once."""
     return OPS[line.op].turns(line) if line.body else 0
 
 
@@ -75,9 +77,7 @@ def from_to(line: Line) -> tuple[str, str]:
 
 def batch_axes_of(program: Program) -> tuple[str, ...]:
     """The axes that a program counts the parts of the batch along."""
-    return next(
-        (tuple(line.attrs.get("axes", ())) for line, _ in program.walk() if line.op == values.PartIndex.name), ()
-    )
+    return next((line.axes for line, _ in program.walk() if line.op == values.PartIndex.name), ())
 
 
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
@@ -94,7 +94,7 @@ def stays(line: Line, mesh: AbstractMesh) -> bool:
 
 
 def copied(line: Line) -> tuple[str, ...]:
-    """What a transfer moves: its arguments, but for the leaves that a copy writes."""
+    """The values that a transfer moves: its arguments, but for the leaves that a copy writes."""
     return STARTS[line.op].sent(line)
 
 
@@ -121,4 +121,5 @@ __all__ = [
     "stays",
     "transfer_bytes",
     "turns",
+    "unsaid",
 ]

@@ -1,4 +1,4 @@
-"""What there is to know of an op: the class that every op's row in the table is one of.
+"""Defines the row of an op: the class that every op in the table subclasses.
 
 A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views,
 the pool), where it computes, the bytes it touches or sends (cost), its text (show), how it runs (execute), what it
@@ -9,18 +9,19 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol
 
 import torch
+from typing_extensions import TypeVar
 
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.attrs import Attrs, JoinAttrs, PartAttrs
 from fzero.program.ir import Line, Place, Placement, Program, Value
 
 ANY = -1
 """Any number of arguments or results."""
 
-MICRO: Mapping[str, type] = {"micro": tuple}  # the micro-batch that a repeated line is for, and how many there are
-GUESS: Mapping[str, type] = {"guess": bool}  # carried out on a guess (fzero/passes/speculate.py)
+A = TypeVar("A", bound=Attrs, default=Attrs)
 
 
 class Text(NamedTuple):
@@ -32,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Rules(Protocol):
-    """What verify knows where it checks a line (fzero/program/verify.py has the meaning of each)."""
+    """The verifier as a row's rule sees it (fzero/program/verify.py has the meaning of each)."""
 
     program: Program
     known: dict[str, Value]
@@ -51,23 +52,24 @@ class Rules(Protocol):
 
 
 class Running(Protocol):
-    """What a program runs on (fzero/runtime/execute.py)."""
+    """The surroundings of a running program (fzero/runtime/execute.py)."""
 
     mesh: Mesh
     carrier: Any
     tiers: Any
     batch_axes: tuple[str, ...]
 
-    def part_of(self, shape: tuple[int, ...], axis: str) -> tuple[int, int, int]: ...
+    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]: ...
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
     ) -> Sequence[torch.Tensor]: ...
 
 
 class Told(Protocol):
-    """What the interpreter has, line by line (fzero/testing/interpret.py)."""
+    """The interpreter as a row sees it (fzero/testing/interpret.py)."""
 
     mesh: Mesh
+    program: Program
     values: dict[str, torch.Tensor]
     started: dict[str, tuple[Line, list[torch.Tensor]]]
 
@@ -75,13 +77,13 @@ class Told(Protocol):
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None: ...
     def part_index(self, count: int, micro: int) -> int: ...
     def valid_range(self, line: Line) -> tuple[int, int]: ...
-    def cut(self, whole: torch.Tensor, axes: Sequence[str]) -> torch.Tensor: ...
+    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
 
 
 class Standing(Protocol):
-    """What each name of a program stands for, as blame follows it (fzero/testing/lines.py)."""
+    """The meanings of a program's names, as blame follows them (fzero/testing/lines.py)."""
 
     def same(self, name: str, source: str) -> None: ...
     def part(self, name: str, source: str, micro: int) -> None: ...
@@ -92,7 +94,7 @@ class Standing(Protocol):
     def start_of(self, handle: str) -> Line: ...
 
 
-class Op:
+class Op(Generic[A]):
     """One row of the table.
 
     Attributes:
@@ -101,12 +103,11 @@ class Op:
         args: number of values read, or `ANY`.
         out: number of values made, or `ANY`.
         writes: whether a line of it may, must ("always") or must not write leaves.
-        needs: attributes that each line of it has, with their types.
-        may: attributes that it can have besides.
+        attrs: what each line of it says beside its arguments and results (fzero/program/attrs.py), with the types.
         body: whether it has lines of its own.
-        computes: where: on the "device"; "said" by its attribute `on`; "there", where its first argument lies; ""
+        computes: where: on the "device"; "said" by its `on`; "there", where its first argument lies; ""
             nowhere.
-        between: what a start moves values between: "ranks", "tiers", or "" of what is no start.
+        between: what a start moves values between: "ranks", "tiers", or "" of what is not a start.
         waits: whether it takes the handle of a start.
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.
@@ -124,8 +125,7 @@ class Op:
     args: ClassVar[int] = ANY
     out: ClassVar[int] = ANY
     writes: ClassVar[bool | str] = False
-    needs: ClassVar[Mapping[str, type]] = {}
-    may: ClassVar[Mapping[str, type]] = {}
+    attrs: ClassVar[type[Attrs]] = Attrs
     body: ClassVar[bool] = False
     computes: ClassVar[str] = "device"
     between: ClassVar[str] = ""
@@ -140,69 +140,69 @@ class Op:
 
     # --- what is checked ---
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
         """Adds to the rules what of a line, well formed, breaks them. `args`: what it reads."""
         raise NotImplementedError(self.name)
 
-    def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, line: Line[A], name: str, aliases: Mapping[str, str]) -> bool:
         """Whether a line is meant to read what was written: a gather and a copy of new values do, the targets of an
         assignment are."""
         return False
 
-    def on_host(self, line: Line, first: Value | None) -> bool:
+    def on_host(self, line: Line[A], first: Value | None) -> bool:
         """Whether the host computes a line, whose first argument this is."""
         return (
-            line.attrs.get("on") == "host"
+            line.on_host
             if self.computes == "said"
             else self.computes == "there" and first is not None and first.tier == "host"
         )
 
-    def turns(self, line: Line) -> int:
-        """How often to go through the lines of its own to see what it can do."""
+    def turns(self, line: Line[A]) -> int:
+        """The number of times to go through its own lines to see what it can do."""
         return 0
 
     # --- memory, bytes and time ---
 
-    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+    def shares(self, line: Line[A]) -> Iterable[tuple[str, str]]:
         """Its results that may lie in the memory of an argument, each with that argument. Of a call its function says
         more."""
         return ()
 
-    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+    def is_view(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
         """Whether those results surely lie there."""
         return True
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         """Bytes of memory that a line which calls no function reads and writes where it computes."""
         return 0.0
 
-    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def inside(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Bytes that a line which calls no function takes while it runs, beside what it reads and makes."""
         return 0
 
     # --- its text, and what runs ---
 
-    def given(self, line: Line) -> Sequence[str]:
+    def given(self, line: Line[A]) -> Sequence[str]:
         """The values that it is handed when it runs, in the order of its text."""
         return line.args
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[A], program: Program) -> Text:
         return Text(f"{called(line)}({', '.join([*line.args, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any] | None:
-        """What its name in the text calls; None where that is a function of the program, or Python itself."""
+        """The callable behind its name in the text; None where that is a function of the program, or Python itself."""
         return None
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         """The results of a line, worked out in the simplest way. `turn`: of the loop around it."""
         raise AssertionError(f"a line that no program has when it is run: {self.name}")
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
         """Says of each result what it stands for, and which leaves are written."""
         of.made(line.out, micro)
 
 
-class Start(Op):
+class Start(Op[A]):
     """A transfer that begins, and goes on until its `wait`."""
 
     out = 1
@@ -222,36 +222,36 @@ class Start(Op):
         ""
     )
 
-    def channel(self, line: Line) -> str:
+    def channel(self, line: Line[A]) -> str:
         """The queue that it joins."""
         raise NotImplementedError(self.name)
 
-    def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Bytes that a rank moves in it."""
         raise NotImplementedError(self.name)
 
-    def sent(self, line: Line) -> tuple[str, ...]:
+    def sent(self, line: Line[A]) -> tuple[str, ...]:
         """The values that it moves."""
         return line.args
 
-    def given(self, line: Line) -> Sequence[str]:
+    def given(self, line: Line[A]) -> Sequence[str]:
         return self.sent(line)
 
-    def filled(self, line: Line) -> Sequence[Place | None]:
+    def filled(self, line: Line[A]) -> Sequence[Place | None]:
         """The places in the pool that its wait hands out."""
         return line.into
 
-    def arrives(self, line: Line, placement: Placement) -> Placement:
-        """How a value relates to the mesh when it has arrived."""
+    def arrives(self, line: Line[A], placement: Placement) -> Placement:
+        """The placement of a value when it has arrived."""
         return placement
 
     def handed_out(
-        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        """What its wait hands out, of what was moved."""
+        """The results of its wait, of what was moved."""
         raise NotImplementedError(self.name)
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
         of.written(line.writes)
 
 
@@ -259,9 +259,9 @@ class Start(Op):
 
 
 def called(line: Line) -> str:
-    """What a line calls: its function, or its op; through `guess`, where it is not carried out unless the step
+    """The callee of a line: its function, or its op; through `guess`, where it is not carried out unless the step
     guesses."""
-    return f"guess({line.fn or line.op})" if line.attrs.get("guess") else line.fn or line.op
+    return f"guess({line.fn or line.op})" if line.guess else line.fn or line.op
 
 
 def into(line: Line, program: Program) -> Iterator[str]:
@@ -274,23 +274,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def micro_text(line: Line) -> list[str]:
-    """Which of how many micro-batches a line is for, as its arguments: in a loop by the loop's variable."""
-    if "micro" in line.attrs:
-        return [*map(str, line.attrs["micro"])]
-    return ["micro", str(line.attrs["count"])] if "count" in line.attrs else []
+def micro_text(line: Line[PartAttrs]) -> list[str]:
+    """The micro-batch that a line is for, and their number, as its arguments: in a loop by the loop's variable."""
+    if line.attrs.micro is not None:
+        return [*map(str, line.attrs.micro)]
+    return ["micro", str(line.attrs.count)] if line.attrs.count is not None else []
 
 
-def join_text(line: Line) -> list[str]:
-    """How values become one, as an argument, where they are not added up."""
-    return [] if line.attrs["op"] == "sum" else [f"op={line.attrs['op']!r}"]
+def join_text(line: Line[JoinAttrs]) -> list[str]:
+    """The reduction, as an argument, where they are not added up."""
+    return [] if line.attrs.reduction == "sum" else [f"op={line.attrs.reduction!r}"]
 
 
-def first_axis(line: Line) -> str:
-    return line.attrs["axes"][0] if line.attrs.get("axes") else ""
+def over(line: Line) -> str:
+    """The axis that a line is over, as its argument; several as a tuple."""
+    axes = line.axes
+    return f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
 
 
 def micro_of(line: Line, turn: int) -> tuple[int, int]:
     """The micro-batch that a line is for in a turn of the loop around it, and how many there are."""
-    micro, count = line.attrs.get("micro", (turn, line.attrs.get("count", 1)))
-    return micro, count
+    return (turn, line.count) if line.micro is None else line.micro

@@ -1,4 +1,4 @@
-"""Lines that repeat others, join the values of micro-batches, and write the state."""
+"""Defines ops that repeat lines, join the values of micro-batches, and write the state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fzero.mesh import AbstractMesh
+from fzero.program.attrs import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
 from fzero.program.ir import Line, Program, Value, local_bytes
-from fzero.program.ops.base import GUESS, Op, Rules, Running, Standing, Text, Told, called, into, join_text
-from fzero.trace.record import Recorded
+from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, called, into, join_text
 
 JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": lambda total, part: total.add_(part),
@@ -20,71 +20,70 @@ JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """How the values of two micro-batches become one, in the place of the first."""
 
 
-class Update(Op):
+class Update(Op[UpdateAttrs]):
     """The whole optimizer, before it is cut into functions: places for the arguments, a result for each leaf it writes
     and each value it makes."""
 
     name = "update"
     in_text = False
     writes = "always"
-    needs = {"graph": Recorded, "sums": tuple, "maxima": tuple, "grads": dict}
-    may = {"leaf": dict}
+    attrs = UpdateAttrs
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        graph = line.attrs["graph"]
+    def check(self, line: Line[UpdateAttrs], args: list[Value], rules: Rules) -> None:
+        graph = line.attrs.graph
         counts = len(args), len(line.writes) + len(line.out)
         if counts != (len(graph.inputs), len(graph.outputs)):
             rules.bad(
                 line,
                 f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}",
             )
-        read = {*line.attrs["sums"], *line.attrs["maxima"], *line.attrs["grads"].values(), *line.writes}
+        read = {*line.attrs.sums, *line.attrs.maxima, *line.attrs.grads.values(), *line.writes}
         for name in sorted(read - {*line.args}):
             rules.bad(line, f"{name} is not among its arguments")
 
 
-class Loop(Op):
+class Loop(Op[TurnsAttrs]):
     """Its lines once a micro-batch."""
 
     name = "loop"
     in_text = False
     args = 0
     out = 0
-    needs = {"count": int}
+    attrs = TurnsAttrs
     body = True
     computes = ""
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        if line.attrs["count"] < 2 or not line.body:
-            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs['count']} times")
+    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+        if line.attrs.count < 2 or not line.body:
+            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times")
 
-    def turns(self, line: Line) -> int:
+    def turns(self, line: Line[TurnsAttrs]) -> int:
         """Two: what one leaves to the next is seen in the second."""
-        return min(line.attrs["count"], 2)
+        return min(line.attrs.count, 2)
 
-    def text(self, line: Line, program: Program) -> Text:
-        return Text(f"for micro in range({line.attrs['count']}):")
+    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
+        return Text(f"for micro in range({line.attrs.count}):")
 
 
-class Redo(Op):
+class Redo(Op[TurnsAttrs]):
     """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they
     differ (fzero/passes/speculate.py)."""
 
     name = "redo"
     out = 0
-    needs = {"count": int}
+    attrs = TurnsAttrs
     body = True
     computes = ""
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        if line.attrs["count"] or not line.body or len(args) % 2 or not args:
-            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs['count']} times, by {len(args)} scalars")
+    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+        if line.attrs.count or not line.body or len(args) % 2 or not args:
+            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
         rules.settle(line)
 
-    def turns(self, line: Line) -> int:
+    def turns(self, line: Line[TurnsAttrs]) -> int:
         return 1
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
         scalars, guesses = compared(line)
         return Text(f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):", "not if the guess was right")
 
@@ -93,34 +92,34 @@ class Redo(Op):
 
 
 def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """What a `redo` compares: the scalars, and the guesses of them."""
+    """The operands that a `redo` compares: the scalars, and the guesses of them."""
     half = len(line.args) // 2
     return line.args[:half], line.args[half:]
 
 
-class Accumulate(Op):
+class Accumulate(Op[JoinAttrs]):
     """The sum over the turns of the loop that it is in, or the largest; read after the loop."""
 
     name = "accumulate"
     args = 1
     out = 1
-    needs = {"op": str}
+    attrs = JoinAttrs
     computes = "there"
     settles = True
     pool = "total"
     outlives = True
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
         _joins(line, args, rules)
-        if rules.turns == 1 or line.attrs["op"] not in JOINS:
-            rules.bad(line, f"accumulates by {line.attrs['op']!r} over {rules.turns} turns")
+        if rules.turns == 1 or line.attrs.reduction not in JOINS:
+            rules.bad(line, f"accumulates by {line.attrs.reduction!r} over {rules.turns} turns")
         if replace(line.out[0], name=args[0].name) != args[0]:
             rules.bad(line, f"{args[0]} accumulates to {line.out[0]}")
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[JoinAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 3 * local_bytes(line.out[0], mesh)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[JoinAttrs], program: Program) -> Text:
         return Text(
             f"accumulate({', '.join([line.out[0].name, line.args[0], *join_text(line), *into(line, program)])})"
         )
@@ -133,41 +132,41 @@ class Accumulate(Op):
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[JoinAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [_joined(line, told.values[line.out[0].name], args[0]) if turn else args[0].clone()]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
-        if line.attrs["op"] == "sum":
+    def stands(self, line: Line[JoinAttrs], of: Standing, micro: int, turn: int) -> None:
+        if line.attrs.reduction == "sum":
             of.total(line.out[0].name, line.out[0].name if turn else None, line.args[0])
 
 
-class Add(Op):
+class Add(Op[AddAttrs]):
     """Adds to totals where they lie: its first arguments, which its results are from there on."""
 
     name = "add"
-    needs = {"op": str, "micro": tuple}
+    attrs = AddAttrs
     settles = True
     pool = "sum"
     in_place = True
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[AddAttrs], args: list[Value], rules: Rules) -> None:
         num = len(line.out)
         _joins(line, args, rules)
-        if line.attrs["op"] not in JOINS:
-            rules.bad(line, f"adds by {line.attrs['op']!r}")
+        if line.attrs.reduction not in JOINS:
+            rules.bad(line, f"adds by {line.attrs.reduction!r}")
         if len(args) != 2 * num:
             rules.bad(line, f"adds {len(args) - num} values to {num} totals")
         rules.pairs(line, args[:num], args[num:], "added")
         rules.pairs(line, line.out, args[num:], "added")
         rules.overwritten |= {*line.args[:num]}
 
-    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+    def shares(self, line: Line[AddAttrs]) -> Iterable[tuple[str, str]]:
         return [(v.name, total) for v, total in zip(line.out, line.args, strict=False)]
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[AddAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return sum(3 * local_bytes(v, mesh) for v in line.out)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[AddAttrs], program: Program) -> Text:
         totals, parts = (f"[{', '.join(names)}]" for names in _halves(line))
         return Text(f"add({', '.join([totals, parts, *join_text(line)])})", "in place", listed=True)
 
@@ -179,56 +178,56 @@ class Add(Op):
 
         return on.tiers.settled(add, lambda *args: args[0])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[AddAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         num = len(line.out)
         return [_joined(line, total, part) for total, part in zip(args[:num], args[num:], strict=True)]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
-        if line.attrs["op"] == "sum":
+    def stands(self, line: Line[AddAttrs], of: Standing, micro: int, turn: int) -> None:
+        if line.attrs.reduction == "sum":
             for value, total, part in zip(line.out, *_halves(line), strict=True):
                 of.total(value.name, total, part)
 
 
-def _joins(line: Line, args: list[Value], rules: Rules) -> None:
-    """What ranks are to reduce by one operation is not joined over micro-batches by another."""
+def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
+    """Checks that what ranks are to reduce by one operation is not joined over micro-batches by another."""
     for v in args:
-        if v.placement.partial and v.placement.by != line.attrs["op"]:
-            rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs['op']!r}")
+        if v.placement.partial and v.placement.by != line.attrs.reduction:
+            rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs.reduction!r}")
 
 
-def _joined(line: Line, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return JOINS[line.attrs["op"]](total.clone(), part)
+def _joined(line: Line[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return JOINS[line.attrs.reduction](total.clone(), part)
 
 
-def _halves(line: Line) -> tuple[Sequence[str], Sequence[str]]:
+def _halves(line: Line[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
     return line.args[: len(line.out)], line.args[len(line.out) :]
 
 
-class Assign(Op):
+class Assign(Op[AssignAttrs]):
     """Values put in place of leaves: its arguments are those leaves, then the values."""
 
     name = "assign"
     out = 0
     writes = "always"
-    may = {**GUESS, "restores": bool}
+    attrs = AssignAttrs
     computes = "there"
     settles = True
     skipped = True
     overwrites = True
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[AssignAttrs], args: list[Value], rules: Rules) -> None:
         num = len(line.writes)
         if len(args) != 2 * num or line.args[:num] != line.writes:
             rules.bad(line, f"assigns {len(args) - num} values to {num} leaves")
         rules.pairs(line, args[:num], args[num:], "assigned")
 
-    def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, line: Line[AssignAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in line.writes
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[AssignAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return sum(local_bytes(values[a], mesh) for a in line.args)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[AssignAttrs], program: Program) -> Text:
         num = len(line.writes)
         return Text(f"{called(line)}([{', '.join(line.args[:num])}], [{', '.join(line.args[num:])}])", "in place")
 
@@ -239,12 +238,12 @@ class Assign(Op):
 
         return on.tiers.settled(assign, lambda *args: args[0])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[AssignAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         told.write(line.writes, args[len(line.writes) :])
         return ()
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[AssignAttrs], of: Standing, micro: int, turn: int) -> None:
         of.written(line.writes)
 
 
-ROWS: Sequence[Op] = (Update(), Loop(), Redo(), Accumulate(), Add(), Assign())
+ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulate(), Add(), Assign())

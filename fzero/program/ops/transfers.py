@@ -1,5 +1,5 @@
-"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for
-either."""
+"""Defines transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait
+for either."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from fzero.mesh import AbstractMesh
+from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, WaitAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Place, Placement, Program, Value, local_bytes
-from fzero.program.ops.base import GUESS, MICRO, Op, Rules, Running, Standing, Start, Text, Told, first_axis, into
+from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
 
 DISK = "disk"
@@ -25,128 +26,139 @@ def _starts(line: Line, rules: Rules) -> None:
         rules.bad(line, f"{handle.name}, which is under way, is {handle.placement}")
 
 
-class Collective(Start):
-    """Over mesh axes. Bytes are those of ring algorithms."""
+class Collective(Start[GatherAttrs]):
+    """Over a mesh axis: what is to go over several goes over one after the other. Bytes are those of ring
+    algorithms."""
 
-    needs = {"axes": tuple}
-    may = MICRO
+    attrs = GatherAttrs
     computes = "device"
     between = "ranks"
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[GatherAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
-        if not args or not line.attrs["axes"]:
-            rules.bad(line, f"moves {len(args)} values over {len(line.attrs['axes'])} axes")
-        if "op" in line.attrs and line.attrs["op"] not in REDUCTIONS:
-            rules.bad(line, f"reduces by {line.attrs['op']!r}")
+        if not args or len(line.attrs.axes) != 1:
+            rules.bad(line, f"moves {len(args)} values over {len(line.attrs.axes)} axes")
+        if isinstance(line.attrs, ReduceAttrs) and line.attrs.reduction not in REDUCTIONS:
+            rules.bad(line, f"reduces by {line.attrs.reduction!r}")
         for v in args:
             if not self.takes(line, v.placement):
                 rules.bad(line, f"{v.name} is {v.placement}")
 
-    def takes(self, line: Line, placement: Placement) -> bool:
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
         """Whether it moves values of this placement: of a reduction, what is to be reduced so over its axes."""
-        return {*line.attrs["axes"]} <= {*placement.partial} and placement.by == line.attrs["op"]
+        return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
 
-    def channel(self, line: Line) -> str:
-        return f"reduce:{','.join(line.attrs['axes'])}"
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"reduce:{','.join(line.attrs.axes)}"
 
-    def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        n = mesh.axis_size(line.attrs["axes"])
-        return sum(values[a].nbytes for a in line.args) * (n - 1) // n
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """The bytes of what the ranks along the axis have together: the whole, or where that is cut over other axes a
+        part of it."""
+        n, axis = mesh.axis_size(line.attrs.axes), {*line.attrs.axes}
+        others = (mesh.axis_size(tuple(a for a in values[x].placement.axes if a not in axis)) for x in line.args)
+        return sum(values[a].nbytes // size for a, size in zip(line.args, others, strict=True)) * (n - 1) // n
 
-    def text(self, line: Line, program: Program) -> Text:
-        how = [f"op={line.attrs['op']!r}"] if "op" in line.attrs else []
+    def text(self, line: Line[GatherAttrs], program: Program) -> Text:
+        how = [f"op={line.attrs.reduction!r}"] if isinstance(line.attrs, ReduceAttrs) else []
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        arguments = ", ".join([f"[{', '.join(line.args)}]", f"axis={first_axis(line)!r}", *how, *into(line, program)])
-        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {first_axis(line)}")
+        arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
+        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs.axes)}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[GatherAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         told.started[line.out[0].name] = line, [x.clone() for x in args]
         return [args[0].new_empty(0)]
 
     def handed_out(
-        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        (axis,) = line.attrs["axes"]
+        (axis,) = line.attrs.axes
         for x in moved:
-            told.reduce(x, line.attrs["op"], axis)
+            told.reduce(x, line.says(ReduceAttrs).reduction, axis)
         return moved
 
 
 class AllGather(Collective):
-    """Shards to whole values."""
+    """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over
+    these."""
 
     name = "all_gather_start"
     pool = "gather"
     hoisted = "ahead"
 
-    def takes(self, line: Line, placement: Placement) -> bool:
-        return placement.kind == "shard" and placement.axes == line.attrs["axes"] and not placement.partial
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        return placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes and not placement.partial
 
-    def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, line: Line[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
 
-    def channel(self, line: Line) -> str:
-        return f"gather:{','.join(line.attrs['axes'])}"
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"gather:{','.join(line.attrs.axes)}"
 
-    def arrives(self, line: Line, placement: Placement) -> Placement:
-        return WHOLE
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        left = placement.axes[:-1]
+        return Placement("shard", left, grid=placement.grid or placement.axes) if left else WHOLE
 
     def handed_out(
-        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        (axis,) = line.attrs["axes"]
-        return [told.gather(x.contiguous(), axis)[: v.numel].view(v.shape) for x, v in zip(moved, out, strict=True)]
+        (axis,) = line.attrs.axes
+        gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
+        return [x if v.placement.kind == "shard" else x[: v.numel].view(v.shape) for x, v in gathered]
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum."""
+    """Summands to this rank's shard of their sum. Those that are shards are cut further. `grid`: the axes that a whole
+    is padded for, if they are more."""
 
     name = "reduce_scatter_start"
-    needs = {"axes": tuple, "op": str}
+    attrs = ScatterAttrs
     pool = "scatter"
     reads_until_wait = False
 
-    def filled(self, line: Line) -> Sequence[Place | None]:
+    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
         return line.into[len(line.args) :]
 
-    def arrives(self, line: Line, placement: Placement) -> Placement:
-        axes = tuple(line.attrs["axes"])
-        return Placement("shard", axes, by=placement.by).left(a for a in placement.partial if a not in axes)
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        axes = tuple(line.attrs.axes)
+        return placement.cut(axes, line.says(ScatterAttrs).grid).left(a for a in placement.partial if a not in axes)
 
     def handed_out(
-        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        return [told.cut(x, line.attrs["axes"]) for x in super().handed_out(line, moved, out, told)]
+        sources = (told.program.values_by_name[a] for a in line.args)
+        return [
+            told.cut(x, source, v)
+            for x, source, v in zip(super().handed_out(line, moved, out, told), sources, out, strict=True)
+        ]
 
 
 class AllReduce(Collective):
     """Summands to their sum, on every rank."""
 
     name = "all_reduce_start"
-    needs = {"axes": tuple, "op": str}
+    attrs = ReduceAttrs
     pool = "reduce"
     reads_until_wait = False
     tree = True
 
-    def arrives(self, line: Line, placement: Placement) -> Placement:
-        return placement.left(a for a in placement.partial if a not in line.attrs["axes"])
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        return placement.left(a for a in placement.partial if a not in line.attrs.axes)
 
-    def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Of shards, on a mesh with a replica axis, only the shard travels."""
-        n = mesh.axis_size(line.attrs["axes"])
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes of what travels: of shards, on a mesh with a replica axis, only the shard."""
+        n = mesh.axis_size(line.attrs.axes)
         return sum(values[a].nbytes // mesh.axis_size(values[a].placement.axes) for a in line.args) * 2 * (n - 1) // n
 
 
-class Copy(Start):
+class Copy(Start[CopyAttrs]):
     """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
     values for them."""
 
     writes = True
-    may = {**GUESS, **MICRO, "memory": str}
+    attrs = CopyAttrs
     between = "tiers"
     pool = "fetch"
     link: ClassVar[str] = "host_copy"  # the rate of a `Device` that it goes by
@@ -159,10 +171,10 @@ class Copy(Start):
         """Whether it leaves everything where it is: host and device are one memory."""
         return False
 
-    def sent(self, line: Line) -> tuple[str, ...]:
+    def sent(self, line: Line[CopyAttrs]) -> tuple[str, ...]:
         return line.args[len(line.writes) :]
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[CopyAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         num = len(line.writes)
         if num and (len(args) != 2 * num or line.args[:num] != line.writes):
@@ -175,39 +187,39 @@ class Copy(Start):
             elif source.name in rules.aliases and source.name not in rules.written | rules.carried:
                 rules.bad(line, f"{source.name}, a copy of {target} that no line has written, is stored in it")
 
-    def reads_new(self, line: Line, name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, line: Line[CopyAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases or name in line.writes
 
-    def channel(self, line: Line) -> str:
+    def channel(self, line: Line[CopyAttrs]) -> str:
         return self.name.removesuffix("_start")
 
-    def moved_bytes(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, line: Line[CopyAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         return 0 if self.stays(mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(line))
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[CopyAttrs], program: Program) -> Text:
         moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
         arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *self.guessed(line)])
         return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
 
-    def guessed(self, line: Line) -> list[str]:
+    def guessed(self, line: Line[CopyAttrs]) -> list[str]:
         return []
 
-    def way(self, line: Line) -> str:
-        """Where the bytes go, as a remark says it."""
+    def way(self, line: Line[CopyAttrs]) -> str:
+        """The direction of the bytes, as a remark."""
         return f"to {self.tiers(line)[1]}"
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.tiers, self.name)
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[CopyAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         moved = [x.clone() for x in args[len(line.writes) :]]
         told.write(line.writes, moved if line.writes else ())
         told.started[line.out[0].name] = line, moved
         return [args[0].new_empty(0)]
 
     def handed_out(
-        self, line: Line, moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
         return moved if out else ()
 
@@ -241,13 +253,13 @@ class ToDevice(Copy):
 
 
 class OnDisk(Copy):
-    """To or from a disk, of what is in host memory, or, as the attribute `memory` says, in the device's."""
+    """To or from a disk, of what is in host memory, or, as its `memory` says, in the device's."""
 
-    def channel(self, line: Line) -> str:
+    def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
 
-    def guessed(self, line: Line) -> list[str]:
-        return ["guess=True"] if line.attrs.get("guess") else []
+    def guessed(self, line: Line[CopyAttrs]) -> list[str]:
+        return ["guess=True"] if line.guess else []
 
 
 class DiskRead(OnDisk):
@@ -260,9 +272,9 @@ class DiskRead(OnDisk):
     hoisted = "ahead"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return DISK, line.attrs.get("memory", "host")
+        return DISK, line.says(CopyAttrs).memory
 
-    def way(self, line: Line) -> str:
+    def way(self, line: Line[CopyAttrs]) -> str:
         return "from disk" if self.tiers(line)[1] == "host" else "from disk to device"
 
 
@@ -274,25 +286,25 @@ class DiskWrite(OnDisk):
     link = "disk_write"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return line.attrs.get("memory", "host"), DISK
+        return line.says(CopyAttrs).memory, DISK
 
-    def way(self, line: Line) -> str:
+    def way(self, line: Line[CopyAttrs]) -> str:
         return "to disk" if self.tiers(line)[0] == "host" else "from device to disk"
 
 
-class Wait(Op):
+class Wait(Op[WaitAttrs]):
     """Hands out what a start has moved."""
 
     name = "wait"
     args = 1
-    may = {**MICRO, **GUESS, "together": bool}
+    attrs = WaitAttrs
     computes = ""
     waits = True
 
-    def given(self, line: Line) -> Sequence[str]:
+    def given(self, line: Line[WaitAttrs]) -> Sequence[str]:
         return ()
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[WaitAttrs], args: list[Value], rules: Rules) -> None:
         start = rules.started.pop(line.args[0], None)
         if start is None:
             rules.bad(line, f"{line.args[0]} was not started, or is waited for twice")
@@ -308,32 +320,33 @@ class Wait(Op):
                 rules.aliases |= {v.name: root} if (root := rules.root(source.name)) in rules.program.leaves else {}
                 if v.tier != row.tiers(start)[1]:
                     rules.bad(line, f"{v.name} is {v}")
-            if v.placement != (arrived := row.arrives(start, source.placement)):
+            if v.placement != (arrived := STARTS[start.op].arrives(start, source.placement)):
                 rules.bad(line, f"{v.name} is {v.placement}, not {arrived}")
 
-    def text(self, line: Line, program: Program) -> Text:
-        together = ["together=True"] if line.attrs.get("together") else []
+    def text(self, line: Line[WaitAttrs], program: Program) -> Text:
+        together = ["together=True"] if line.attrs.together else []
         keywords = [*into(line, program), *together] if line.out else []
         return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[WaitAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         start, moved = told.started.pop(line.args[0])
         return STARTS[start.op].handed_out(start, moved, line.out, told) if line.out else ()
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[WaitAttrs], of: Standing, micro: int, turn: int) -> None:
         start = of.start_of(line.args[0])
-        if start.attrs.get("op", "sum") != "sum":
+        reduction = start.attrs.reduction if isinstance(start.attrs, ReduceAttrs) else None
+        if reduction not in (None, "sum"):
             return
         row = STARTS[start.op]
-        axes = start.attrs["axes"] if "op" in start.attrs else ()
+        axes = () if reduction is None else start.axes
         for value, source in zip(line.out, row.sent(start), strict=False):
             of.reduced(value.name, source, axes)
 
 
-STARTS: Mapping[str, Start] = {
+STARTS: Mapping[str, Start[Any]] = {
     row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
 }
-ROWS: Sequence[Op] = (*STARTS.values(), Wait())
+ROWS: Sequence[Op[Any]] = (*STARTS.values(), Wait())

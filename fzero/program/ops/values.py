@@ -1,5 +1,5 @@
-"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the
-micro-batches."""
+"""Defines ops that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of
+the micro-batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import torch
 
 from fzero.mesh import AbstractMesh
 from fzero.operators import scaled_matmul
+from fzero.program.attrs import (
+    BufferAttrs,
+    CallAttrs,
+    CastAttrs,
+    DrawAttrs,
+    Over,
+    PartAttrs,
+    PartIndexAttrs,
+    ShardOfAttrs,
+)
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import (
-    GUESS,
-    MICRO,
+    A,
     Op,
     Rules,
     Running,
@@ -23,38 +32,27 @@ from fzero.program.ops.base import (
     Told,
     called,
     dtype_name,
-    first_axis,
     into,
     micro_of,
     micro_text,
+    over,
 )
 from fzero.trace.subgraph import ancestors
 
 
-class Call(Op):
+class Call(Op[CallAttrs]):
     """A traced function. With `writes` it works in place, on leaves of the state."""
 
     name = "call"
     in_text = False
     writes = True
-    may = {
-        **GUESS,
-        **MICRO,
-        "joint": object,  # the block that is called
-        "call": int,  # its number
-        "backward": bool,
-        "inputs": tuple,
-        "grads": tuple,
-        "on": str,
-        "scales": str,
-        "of_sums": bool,
-    }
+    attrs = CallAttrs
     computes = "said"
     settles = True
     skipped = True
     pool = "results"
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[CallAttrs], args: list[Value], rules: Rules) -> None:
         function = rules.program.functions.get(line.fn)
         if function is None:
             rules.bad(line, f"no function {line.fn}")
@@ -65,9 +63,9 @@ class Call(Op):
             return
         for place, arg in zip(places, args, strict=True):
             self._matches(line, arg, place.meta["val"], "takes", rules)
-            if arg.placement.kind == "shard" and "joint" in line.attrs:
+            if arg.placement.kind == "shard" and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
-            if arg.placement.partial and not line.writes and "joint" in line.attrs:
+            if arg.placement.partial and not line.writes and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}")
         if line.writes != tuple(line.args[i] for i in function.writes):
             rules.bad(
@@ -89,53 +87,52 @@ class Call(Op):
                 for a in (a for p, a in own.items() if p in read):
                     rules.bad(line, f"{out.name} is whole, but reads {a}, of which each rank has its own")
 
-    def _matches(self, line: Line, value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
+    def _matches(self, line: Line[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
         if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
             rules.bad(
                 line, f"{line.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}"
             )
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[CallAttrs], program: Program) -> Text:
         written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
         in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
         return (
             super()
             .text(line, program)
-            ._replace(remark=", ".join([*(["on the host"] if line.attrs.get("on") == "host" else []), *in_place]))
+            ._replace(remark=", ".join([*(["on the host"] if line.on_host else []), *in_place]))
         )
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[CallAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         made = told.function(line.fn)(*args)
         return [x.clone() if any(x is a for a in args) else x for x in made] if line.out else ()
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[CallAttrs], of: Standing, micro: int, turn: int) -> None:
         of.made(line.out, micro)
         of.written(line.writes)
 
 
-class Cast(Op):
+class Cast(Op[CastAttrs]):
     """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype
     (fzero/operators/scaled_matmul.py)."""
 
     name = "cast"
     out = 1
-    needs = {"dtype": torch.dtype}
-    may = {**MICRO, **GUESS, "through": torch.dtype}
+    attrs = CastAttrs
     computes = "there"
     settles = True
     skipped = True
     pool = "results"
     makes_own = True
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[CastAttrs], args: list[Value], rules: Rules) -> None:
         scales = args[1:]
-        if len(scales) != ("through" in line.attrs) or not args:
+        if len(scales) != (line.attrs.through is not None) or not args:
             rules.bad(line, f"casts {len(args)} values")
             return
         here, there = args[0].placement, line.out[0].placement
         summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
         if (
-            line.out[0].dtype != line.attrs["dtype"]
+            line.out[0].dtype != line.attrs.dtype
             or line.out[0].shape != args[0].shape
             or not (here == there or summand)
         ):
@@ -144,32 +141,33 @@ class Cast(Op):
             if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
                 rules.bad(line, f"casts by {scale}")
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
 
-    def inside(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        if len(line.args) == 1:
+    def inside(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        through = line.attrs.through  # what is rounded to 8 bits, in the dtype that it goes through and in float32
+        if through is None:
             return 0
-        through = line.attrs["through"]  # what is rounded to 8 bits, in the dtype that it goes through and in float32
         return local_bytes(line.out[0], mesh) * (4 + (through != values[line.args[0]].dtype) * through.itemsize)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[CastAttrs], program: Program) -> Text:
         source, *scales = line.args
-        scale = [y for x in scales for y in (x, f"through={dtype_name(line.attrs['through'])!r}")]
-        dtype = repr(dtype_name(line.attrs["dtype"]))
+        through = line.attrs.through
+        scale = [*scales, f"through={dtype_name(through)!r}"] if through is not None else []
+        dtype = repr(dtype_name(line.attrs.dtype))
         return Text(f"{called(line)}({', '.join([source, dtype, *scale, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[CastAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [
-            scaled_matmul.cast(args[0], args[1], line.attrs["through"])
-            if len(args) > 1
-            else args[0].to(line.attrs["dtype"], copy=True)
+            scaled_matmul.cast(args[0], args[1], line.attrs.through)
+            if line.attrs.through is not None
+            else args[0].to(line.attrs.dtype, copy=True)
         ]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[CastAttrs], of: Standing, micro: int, turn: int) -> None:
         of.made(line.out, micro, line.args[0] if len(line.args) == 1 else None)
 
 
@@ -186,32 +184,31 @@ def _cast(
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 
-class Buffer(Op):
+class Buffer(Op[BufferAttrs]):
     """Memory for what is written before it is read: of each of these leaves."""
 
     name = "buffer"
     args = 0
-    needs = {"leaves": tuple}
-    may = {"on": str}
+    attrs = BufferAttrs
     computes = "said"
     settles = True  # it writes nothing
     pool = "leaves"
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        leaves = line.attrs["leaves"]
+    def check(self, line: Line[BufferAttrs], args: list[Value], rules: Rules) -> None:
+        leaves = line.attrs.leaves
         if len(leaves) != len(line.out) or not all(leaf in rules.program.leaves for leaf in leaves):
             rules.bad(line, f"makes {len(line.out)} buffers for {len(leaves)} leaves")
             return
         rules.aliases.update((v.name, leaf) for v, leaf in zip(line.out, leaves, strict=True))
         rules.pairs(line, [rules.known[leaf] for leaf in leaves], line.out, "a buffer for")
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[BufferAttrs], program: Program) -> Text:
         return Text(f"buffer({', '.join(into(line, program))})", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda into: into
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[BufferAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [torch.zeros(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in line.out]
 
 
@@ -236,57 +233,64 @@ class Zeros(Op):
         return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in line.out]
 
 
-class TakeShard(Op):
-    """This rank's flat shard of a whole value: a view, or a padded copy on a rank whose part is not full."""
+class TakeShard(Op[Over]):
+    """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard
+    its part over further axes."""
 
     name = "take_shard"
     args = 1
     out = 1
-    needs = {"axes": tuple}
+    attrs = Over
     computes = "there"
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
         rules.aliases[line.out[0].name] = rules.root(line.args[0])
-        shard = replace(args[0], name=line.out[0].name, placement=Placement("shard", line.attrs["axes"]))
-        if args[0].placement.kind != "whole" or line.out[0] != shard:
+        here = args[0].placement
+        shard = replace(args[0], name=line.out[0].name, placement=here.cut(line.attrs.axes))
+        if here.kind not in ("whole", "shard") or here.partial or line.out[0] != shard:
             rules.bad(line, f"takes a shard of {args[0]}, which is {line.out[0]}")
 
-    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+    def shares(self, line: Line[Over]) -> Iterable[tuple[str, str]]:
         return [(line.out[0].name, line.args[0])]
 
-    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs["axes"]) == line.out[0].nbytes
+    def is_view(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs.axes) == local_bytes(
+            values[line.args[0]], mesh
+        )
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
 
-    def text(self, line: Line, program: Program) -> Text:
-        return Text(f"take_shard({line.args[0]}, axis={first_axis(line)!r})")
+    def text(self, line: Line[Over], program: Program) -> Text:
+        shard = ["of_shard=True"] if program.values_by_name[line.args[0]].placement.kind == "shard" else []
+        return Text(f"take_shard({', '.join([line.args[0], over(line), *shard])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def take_shard(whole: torch.Tensor, axis: str) -> torch.Tensor:
+        def take_shard(whole: torch.Tensor, axis: str | tuple[str, ...], of_shard: bool = False) -> torch.Tensor:
+            if of_shard:
+                return whole.chunk(on.mesh.axis_size(axis))[on.mesh.index(axis)]
             start, num, size = on.part_of(tuple(whole.shape), axis)
             part = whole.reshape(-1).narrow(0, start, num)
             return part if num == size else torch.nn.functional.pad(part, (0, size - num))
 
         return take_shard
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [told.cut(args[0], line.attrs["axes"])]
+    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [told.cut(args[0], told.program.values_by_name[line.args[0]], line.out[0])]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
         of.same(line.out[0].name, line.args[0])
 
 
-class TakePart(Op):
+class TakePart(Op[PartAttrs]):
     """The rows of one micro-batch."""
 
     name = "take_part"
     args = 1
     out = 1
-    may = {"count": int, **MICRO}
+    attrs = PartAttrs
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[PartAttrs], args: list[Value], rules: Rules) -> None:
         whole, part = args[0], line.out[0]
         _, count = rules.micro(line)
         rest = (whole.shape[1:], whole.dtype, whole.placement)
@@ -297,48 +301,48 @@ class TakePart(Op):
         ):
             rules.bad(line, f"takes one of {count} parts of {whole}, which is {part}")
 
-    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+    def shares(self, line: Line[PartAttrs]) -> Iterable[tuple[str, str]]:
         return [(line.out[0].name, line.args[0])]
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[PartAttrs], program: Program) -> Text:
         return Text(f"take_part({', '.join([line.args[0], *micro_text(line)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda whole, index, count: whole[index * (size := whole.shape[0] // count) : (index + 1) * size]
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[PartAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         micro, count = micro_of(line, turn)
         size = args[0].shape[0] // count
         return [args[0][micro * size : (micro + 1) * size].clone()]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[PartAttrs], of: Standing, micro: int, turn: int) -> None:
         of.part(line.out[0].name, line.args[0], micro)
 
 
-class Number(Op):
+class Number(Op[A]):
     """An integer, of which each rank along the axes of the line has its own."""
 
     args = 0
     out = 1
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        axes = line.attrs.get("axes", ())
+    def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
+        axes = line.axes
         wanted = Value(line.out[0].name, (), torch.int64, Placement("local", axes) if axes else WHOLE)
         if line.out[0] != wanted:
             rules.bad(line, f"makes {line.out[0]}, not {wanted}")
 
 
-class PartIndex(Number):
-    """Which part of the global batch this is, among all ranks' and micro-batches'."""
+class PartIndex(Number[PartIndexAttrs]):
+    """The number of this part of the global batch, among all ranks' and micro-batches'."""
 
     name = "part_index"
-    may = {"count": int, "axes": tuple, **MICRO}
+    attrs = PartIndexAttrs
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[PartIndexAttrs], args: list[Value], rules: Rules) -> None:
         rules.micro(line)
         super().check(line, args, rules)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, line: Line[PartIndexAttrs], program: Program) -> Text:
         return Text(f"part_index({', '.join(micro_text(line))})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -348,56 +352,70 @@ class PartIndex(Number):
 
         return part_index
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(
+        self, line: Line[PartIndexAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
         micro, count = micro_of(line, turn)
         return [torch.tensor(told.part_index(count, micro), device=told.mesh.device)]
 
 
-class NumValid(Number):
-    """How many elements of this rank's shard are no padding."""
+class NumValid(Number[ShardOfAttrs]):
+    """The number of elements of this rank's shard that are not padding."""
 
     name = "num_valid"
-    needs = {"shape": tuple, "axes": tuple}
+    attrs = ShardOfAttrs
 
-    def text(self, line: Line, program: Program) -> Text:
-        return Text(f"num_valid({list(line.attrs['shape'])}, axis={first_axis(line)!r})")
+    def text(self, line: Line[ShardOfAttrs], program: Program) -> Text:
+        return Text(f"num_valid({list(line.attrs.shape)}, {over(line)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda shape, axis: torch.full(
             (), on.part_of(tuple(shape), axis)[1], dtype=torch.int64, device=on.mesh.device
         )
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(
+        self, line: Line[ShardOfAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
         start, stop = told.valid_range(line)
         return [torch.tensor(stop - start, device=told.mesh.device)]
 
 
-class DrawStart(Number):
-    """Where this rank's random words of a leaf begin."""
+class DrawStart(Number[DrawAttrs]):
+    """The offset of this rank's random words in a leaf's."""
 
     name = "draw_start"
-    needs = {"base": int, "shape": tuple, "axes": tuple}
+    attrs = DrawAttrs
 
-    def text(self, line: Line, program: Program) -> Text:
-        axis, base = first_axis(line), line.attrs["base"]
+    def text(self, line: Line[DrawAttrs], program: Program) -> Text:
+        base = line.attrs.base
         return Text(
-            f"draw_start({base}, {list(line.attrs['shape'])}, axis={axis!r})" if axis else f"draw_start({base})"
+            f"draw_start({base}, {list(line.attrs.shape)}, {over(line)})" if line.attrs.axes else f"draw_start({base})"
         )
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def draw_start(base: int, shape: Sequence[int] = (), axis: str = "") -> torch.Tensor:
+        def draw_start(base: int, shape: Sequence[int] = (), axis: str | tuple[str, ...] = "") -> torch.Tensor:
             return torch.full(
                 (), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device
             )
 
         return draw_start
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[DrawAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [
             torch.tensor(
-                line.attrs["base"] + (told.valid_range(line)[0] if line.attrs["axes"] else 0), device=told.mesh.device
+                line.attrs.base + (told.valid_range(line)[0] if line.attrs.axes else 0), device=told.mesh.device
             )
         ]
 
 
-ROWS: Sequence[Op] = (Call(), Cast(), Buffer(), Zeros(), TakeShard(), TakePart(), PartIndex(), NumValid(), DrawStart())
+ROWS: Sequence[Op[Any]] = (
+    Call(),
+    Cast(),
+    Buffer(),
+    Zeros(),
+    TakeShard(),
+    TakePart(),
+    PartIndex(),
+    NumValid(),
+    DrawStart(),
+)

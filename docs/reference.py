@@ -1,0 +1,91 @@
+"""Makes the API reference: a page for each public name, from its docstring, and the index that leads to them.
+
+`mkdocs build` calls the hooks at the end of this file; the pages exist in the built site alone. The index, docs/api.md,
+is in the repository: `python tests/test_docs.py docs/api.md` writes it, and a test compares it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOMS = {
+    "fz": ("fzero", "Steps, transforms, meshes, programs and plans"),
+    "fz.optim": ("fzero.optim", "Optimizers and schedules"),
+    "fz.random": ("fzero.random", "Random numbers"),
+    "fz.data": ("fzero.data", "Batches"),
+    "fz.tree": ("fzero.tree", "Pytrees"),
+    "fz.checkpoint": ("fzero.checkpoint", "Checkpoints"),
+    "fz.testing": ("fzero.testing", "Checks"),
+    "fz.errors": ("fzero.errors", "Errors"),
+}
+"""The modules with public names, as users write them."""
+
+MARK = "<!-- names: python tests/test_docs.py docs/api.md -->\n"
+"""What follows it in docs/api.md is written by `index`."""
+
+
+class Name(NamedTuple):
+    """A public name: as users write it, where it is defined, and the object."""
+
+    text: str
+    home: str
+    found: Any
+
+    @property
+    def page(self) -> str:
+        """Its page, from the root of the site."""
+        return f"api/{self.text}.md"
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        if not inspect.isclass(self.found) and not inspect.isfunction(self.found):  # the name of a type
+            return "A learning rate by the number of the update, from 0."
+        text = " ".join((inspect.getdoc(self.found) or "").split("\n\n")[0].split())
+        return re.split(r"(?<=[^.]\.)\s", text)[0]
+
+
+def names(room: str) -> Iterator[Name]:
+    """The public names of a module that are no modules."""
+    module = importlib.import_module(ROOMS[room][0])
+    for name in module.__all__:
+        found = getattr(module, name)
+        if not inspect.ismodule(found):
+            defined = inspect.isclass(found) or inspect.isfunction(found)
+            home = found.__module__ if defined else "fzero.optim.schedules"
+            yield Name(f"{room}.{name}", f"{home}.{name}", found)
+
+
+def index(before: str) -> str:
+    """The text of docs/api.md; up to the mark as it was before."""
+    out = [before.partition(MARK)[0] + MARK]
+    for room, (_, title) in ROOMS.items():
+        rows = [f"| [`{n.text}`]({n.page}) | {n.summary.replace('|', chr(92) + '|')} |" for n in sorted(names(room))]
+        out.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(out)
+
+
+def page(name: Name) -> str:
+    """The source of a name's page; mkdocstrings fills it in."""
+    return f"# {name.text}\n\n::: {name.home}\n"
+
+
+# --- called by mkdocs ---
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages."""
+    from mkdocs.structure.files import File
+
+    for room in ROOMS:
+        for name in names(room):
+            files.append(File.generated(config, name.page, content=page(name)))
+    return files

@@ -1,0 +1,251 @@
+"""Defines the attributes of lines: all that a line says beside its arguments and its results, a frozen dataclass an op.
+
+A row of the op table names the class of its lines (`Op.attrs`, fzero/program/ops/base.py), and `misformed` refuses any
+other and any field that is not of its type. What many ops say is a base class here, which `Line` reads by a property
+(`line.micro`, `line.axes`): who asks need not know which op it is. Of the ops themselves this file knows nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+
+from fzero.trace.block import Joint
+from fzero.trace.record import Recorded
+
+# --- what lines of several ops say ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attrs:
+    """Nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated(Attrs):
+    """`micro`: the micro-batch that a line repeated without a loop is for, and how many there are."""
+
+    micro: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guessed(Attrs):
+    """`guess`: carried out on a guess (fzero/passes/speculate.py)."""
+
+    guess: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over(Attrs):
+    """`axes`: the mesh axes that it moves, cuts or counts along."""
+
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Attrs):
+    """`count`: how many parts or turns there are."""
+
+    count: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side(Attrs):
+    """`on`: where it computes."""
+
+    on: Literal["device", "host"] = "device"
+
+
+# --- calls ---
+
+
+@dataclass(frozen=True)
+class BlockCall(Attrs):
+    """A call of a block: its joint graph, the number of the call, which part of it runs ("both" where forward and vjp
+    are one function), what the block was called with, and the gradients that the vjp gives.
+
+    The arguments of the line follow from `inputs` once it is settled what the block keeps.
+    """
+
+    joint: Joint
+    number: int
+    part: Literal["forward", "backward", "both"]
+    inputs: tuple[str, ...] = ()
+    grads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallAttrs(Repeated, Guessed, Side):
+    """`scales`: that it makes scales of 8 bits, of "shards" or of a "history"; `of_sums`: that it reads what the ranks'
+    sums add up to, where other lines read this rank's own."""
+
+    block: BlockCall | None = None
+    scales: Literal["", "shards", "history"] = ""
+    of_sums: bool = False
+
+
+# --- values ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastAttrs(Repeated, Guessed):
+    """`dtype`: of the result; `through`: to 8 bits, the dtype that it goes through."""
+
+    dtype: torch.dtype
+    through: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferAttrs(Side):
+    """`leaves`: that the buffers are for."""
+
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartAttrs(Repeated, Counted):
+    """A micro-batch: by `micro`, or, of `count`, that of each turn of the loop around it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartIndexAttrs(PartAttrs, Over):
+    """The same, and the axes that split the batch."""
+
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOfAttrs(Over):
+    """`shape`: of the whole leaf, of which each rank along `axes` has a shard."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawAttrs(ShardOfAttrs):
+    """`base`: where the random words of the whole leaf begin."""
+
+    base: int
+
+
+# --- control ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateAttrs(Attrs):
+    """`graph`: the optimizer; `sums` and `maxima`: the names of what it reads of all micro-batches and ranks together;
+    `grads`: leaf → the name of its gradient; `leaf`: the name of a shard → the leaf that it is of."""
+
+    graph: Recorded
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    grads: Mapping[str, str]
+    leaf: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsAttrs(Counted):
+    """The number of times that its own lines are carried out; as plans count, where that is settled at run time."""
+
+    count: int = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinAttrs(Attrs):
+    """`reduction`: how values become one, "sum", "max" or "min"."""
+
+    reduction: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddAttrs(JoinAttrs, Repeated):
+    """A sum over micro-batches that are repeated without a loop."""
+
+    micro: tuple[int, int] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignAttrs(Guessed):
+    """`restores`: that it takes a guess back."""
+
+    restores: bool = False
+
+
+# --- transfers ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherAttrs(Repeated, Over):
+    """A transfer between the ranks along `axes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceAttrs(GatherAttrs, JoinAttrs):
+    """One that reduces what it moves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterAttrs(ReduceAttrs):
+    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here."""
+
+    grid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyAttrs(Repeated, Guessed):
+    """`memory`: which memory a disk reads to or writes from."""
+
+    memory: Literal["host", "device"] = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitAttrs(Repeated, Guessed):
+    """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py)."""
+
+    together: bool = False
+
+
+# --- whether they are well formed ---
+
+
+@functools.cache
+def required(kind: type[Attrs]) -> tuple[str, ...]:
+    """The fields that have no default."""
+    return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+
+
+def ill_typed(attrs: Attrs) -> list[str]:
+    """The fields that are not of their types, in words."""
+    return [
+        f"{name} = {x!r} is not a {getattr(hint, '__name__', hint) if not typing.get_args(hint) else hint}"
+        for name, hint in _hints(type(attrs)).items()
+        if not _fits(x := getattr(attrs, name), hint)
+    ]
+
+
+@functools.cache
+def _hints(kind: type[Attrs]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _fits(x: Any, hint: Any) -> bool:
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(x, h) for h in inside)
+    if origin is Literal:
+        return x in inside
+    if origin is tuple:
+        each = inside[:1] * len(x) if isinstance(x, tuple) and inside[1:] == (...,) else inside
+        return isinstance(x, tuple) and len(x) == len(each) and all(map(_fits, x, each))
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(x, origin) and all(_fits(k, inside[0]) and _fits(v, inside[1]) for k, v in x.items())
+    return isinstance(x, origin or hint) and not (isinstance(x, Attrs) and ill_typed(x))

@@ -1,0 +1,94 @@
+"""Limits what crosses a slow axis to once a step, however many micro-batches there are. Acts on the program, in
+passes/shard.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fzero.arguments import flag, number
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.step import EvalStep
+from fzero.transforms.base import Transform, applied
+
+
+@dataclass(frozen=True)
+class OnceAStep(Transform):
+    axis: str = "node"
+    gathers: float | str = "auto"
+    reductions: bool = True
+    order: ClassVar[int] = 60
+    name: ClassVar[str] = "once_a_step"
+
+    def idle(self, step: EvalStep) -> str | None:
+        return "an evaluation gathers each parameter once, and reduces no gradient"
+
+    def before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the axes that a leaf is cut over which cut before this one does."""
+        return axes[: axes.index(self.axis)] if self.axis in axes else axes
+
+    @property
+    def least(self) -> float:
+        """The share of blocks whose gathered parts stay at least."""
+        return 0.0 if isinstance(self.gathers, str) else float(self.gathers)
+
+    @property
+    def most(self) -> float:
+        """The share of blocks whose gathered parts stay at most."""
+        return 1.0 if isinstance(self.gathers, str) else float(self.gathers)
+
+
+def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = "auto", reductions: bool = True) -> Any:
+    """Lets what crosses a slow axis cross it once a step: parameters, gathered over it, stay until the step ends, and
+    gradients are reduced over it last.
+
+    For a step whose leaves are sharded over several axes, such as `shard_params(axis=("data", "node"))`. Equal to that
+    step without it: to the bit where only gathers stay; with `reductions` up to the order in which the gradients of
+    micro-batches are summed.
+
+    Args:
+        step: a step; without one a transform is returned.
+        axis: the slow axis: one that leaves are sharded over, but not the one that cuts first.
+        gathers: the share of blocks, counted from the last, whose parameters stay gathered over this axis, as shards
+            over the axes that cut before it; their other gathers, for the forward and the backward of each micro-batch,
+            are over those alone. "auto": as many as a memory budget has room for, and all without a budget. 0: none.
+        reductions: whether the gradients of micro-batches add up as shards over the axes that cut before this one, and
+            are reduced over it after the last micro-batch. Otherwise once a micro-batch.
+
+    Communication: over `axis`, of M ranks, with L along the axes that cut before it, (M-1)/M x (2P + 4P)/L bytes sent
+        per rank and step with bf16 compute and fp32 reductions, whatever the number of micro-batches; without it 2 x 2P
+        + 4P for each of them. Over the other axes as without it.
+    Memory: 2P/L bytes per rank for what stays gathered (4P/L in fp32), during the step, and with `accumulate` 4P/L for
+        the sums instead of 4P/(L M).
+
+    Raises:
+        FzeroValueError: a share that is none; when the program is built, an axis that the mesh does not have, that no
+            leaf is sharded over, or that cuts first.
+        TransformError: a second, different `once_a_step`; an evaluation.
+
+    Paper: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023 (the
+        secondary partition of parameters).
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> step = fz.compose(fz.shard_params(axis=("data", "node")), once_a_step(axis="node"), fz.accumulate(4))(step)
+        >>> print(step.transforms[-1])
+        once_a_step(axis='node', gathers='auto', reductions=True)
+    """
+    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
+    problems += flag("reductions", reductions)
+    if problems:
+        raise FzeroTypeError(message("once_a_step", "invalid arguments", problems, "e.g. fz.once_a_step(axis='node')"))
+    if gathers != "auto" and (isinstance(gathers, str) or number("gathers", gathers, at_least=0) or gathers > 1):
+        fix = 'gathers="auto", or a share of the blocks between 0 and 1'
+        raise FzeroValueError(message("once_a_step", f"gathers={gathers!r} is not a share of the blocks", fix=fix))
+    if gathers == 0 and not reductions:
+        raise FzeroValueError(
+            message(
+                "once_a_step",
+                "gathers=0 and reductions=False leave nothing to do",
+                fix="leave it out, or one of the two",
+            )
+        )
+    return applied(OnceAStep(axis, gathers, reductions), step)
