@@ -1,4 +1,4 @@
-"""Named axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+"""Names axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
 
 The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
 row-major order of the axes as given. A mesh of one device needs no process group.
@@ -96,7 +96,7 @@ class AbstractMesh:
 
 
 class Context:
-    """What runs on a mesh, made on first use and kept for as long as the mesh: the mesh itself does not change.
+    """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
 
     Attributes:
         transport: moves data between its ranks (comm/transport.py).
@@ -184,13 +184,13 @@ class Mesh(AbstractMesh):
 
     @property
     def store(self) -> dist.Store:
-        """Where the ranks leave each other notes: messages without a collective."""
+        """The store in which ranks leave each other notes: messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
 
     @property
     def turns(self) -> Turns:
-        """What the ranks do together, one after the other."""
+        """The collective actions of the ranks, one after the other."""
         if self.context.turns is None:
             store = None if self.size == 1 else self.store
             self.context.turns = Turns(store, self.rank, self.size, self.timeout)
@@ -282,7 +282,7 @@ def make_mesh(
 
     Raises:
         FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
-        DivergenceError: ranks that did not come in time, by number.
+        DivergenceError: ranks that timed out, by number.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -327,7 +327,7 @@ def make_mesh(
         )
     if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
         raise FzeroValueError(
-            message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed")
+            message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
         )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
@@ -376,7 +376,7 @@ def make_mesh(
 def choose_device(
     asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
 ) -> tuple[torch.device, str | None]:
-    """Which device is this process's, and a warning if it could have been a better one.
+    """The device of this process, and a warning if it could have been a better one.
 
     Args:
         asked: what the user asked for, if anything.
@@ -417,8 +417,8 @@ def choose_device(
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other
-    types, or a GPU for several ranks."""
+    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
+    GPU for several ranks."""
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
@@ -434,7 +434,7 @@ def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.dev
     keys = [f"fzero/device/{r}" for r in range(world)]
     store.set(keys[rank], _name_of(device))
     if missing := absent(store, keys, timeout):
-        came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
+        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )
@@ -492,7 +492,7 @@ def close_mesh() -> None:
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """Which of these keys of a store nobody has set within `timeout` seconds, by position."""
+    """The keys of a store that nobody has set within `timeout` seconds, by position."""
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
     except (dist.DistError, RuntimeError):
