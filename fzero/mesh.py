@@ -96,7 +96,7 @@ class AbstractMesh:
 
 
 class Context:
-    """The context of a mesh: all that runs on it, made on first use and kept for as long as the mesh: the mesh itself does not change.
+    """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
 
     Attributes:
         transport: moves data between its ranks (comm/transport.py).

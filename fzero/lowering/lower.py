@@ -1,9 +1,8 @@
 """Lowers a step to a program: every arrow of the design's picture, in order.
 
-    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> --
-    place in the pool -->
+    step + example batch -- trace --> base program -- passes (fzero/passes/pipeline.py) --> finished program
 
-After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several
+After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
 choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs
 devices: `lower` works for any mesh on abstract tensors.
 """

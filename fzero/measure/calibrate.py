@@ -1,8 +1,9 @@
 """Calibrates this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
 
-fzero calibrate                                  # one process: starts as many as the host has places for ranks, and
-measures with them torchrun --nproc-per-node 8 -m fzero.measure.calibrate      # or under torchrun: over the links
-between these ranks
+# one process: starts as many as the host has places for ranks, and measures with them
+fzero calibrate
+# or under torchrun: over the links between these ranks
+torchrun --nproc-per-node 8 -m fzero.measure.calibrate
 """
 
 from __future__ import annotations
