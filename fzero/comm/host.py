@@ -1,4 +1,4 @@
-"""Allocates host memory, for leaves of a state that rest there and for what a program copies. On CUDA it is page-locked."""
+"""Allocates host memory, for leaves of a state that rest there and for copies of a program. Page-locked on CUDA."""
 
 from __future__ import annotations
 
