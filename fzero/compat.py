@@ -172,14 +172,17 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     """Names of the forward values that the min-cut partitioner would save for the backward of a joint graph.
 
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
-    gradients. Nodes in `recompute` are never saved.
+    gradients. Nodes in `recompute` are never saved. No two operations of it are equal (`trace.record.merge_equal`).
     """
     # a second and 45 MB, which not every step needs
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
-    forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
+    # equal operations are one in what was recorded; to look for them PyTorch imports all of Inductor, 1.3 s
+    with config.patch(cse=False):
+        forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
     returned = forward.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}

@@ -339,8 +339,11 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.remembering():
+        try:  # what `remembering` does, which would take as long as the rest
             return self._dispatch(func, types, args, kwargs)
+        except TraceError as error:
+            self.refused = self.refused or error
+            raise
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

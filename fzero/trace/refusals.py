@@ -119,26 +119,10 @@ class Calls(TorchFunctionMode):
         self._traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._traced.remembering():
-            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-                # no operation, and so in no trace
-                raise TraceError(
-                    message(
-                        self._traced.owner,
-                        "assigns to .data",
-                        self._traced.here(),
-                        "return the new value instead, or x.copy_(y)",
-                    )
-                )
-            if func in _FACTS and _asked_by_user(sys._getframe(1)):
-                self._traced.check_read(_FACTS[func], args[0])
-            if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
-                self._traced.check_layout(args[0])
-            if func is torch.Tensor.__reduce_ex__ or (
-                func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())
-            ):
-                raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
-        if func in CTC_LOSS:
+        if func in _LOOKED_AT:  # few are, and the trace of a deep model calls ten thousands
+            with self._traced.remembering():
+                self._look(func, args, sys._getframe(1))
+        elif func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
         try:
             return func(*args, **(kwargs or {}))
@@ -149,6 +133,20 @@ class Calls(TorchFunctionMode):
             if any(text in str(error) for text in _OF_TRACES):
                 self._traced.refused = self._traced.refused or error
             raise
+
+    def _look(self, func: Any, args: Any, caller: FrameType) -> None:
+        """Raises if a call does what no trace sees, or asks what none can answer."""
+        if func == _SETS_DATA:  # no operation, and so in no trace
+            what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
+            raise TraceError(message(self._traced.owner, what, self._traced.here(), fix))
+        if func in _FACTS and _asked_by_user(caller):
+            self._traced.check_read(_FACTS[func], args[0])
+        if func in _LAYOUTS and _asked_by_user(caller):
+            self._traced.check_layout(args[0])
+        if func is torch.Tensor.__reduce_ex__ or (
+            func in _TEXTS and _asked_by_user(caller) and not checks.raises(asking_frame())
+        ):
+            raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
 
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
         """Refuses to make a text or a pickle of a tensor."""
@@ -188,6 +186,8 @@ def _facts() -> dict[Any, str]:
 
 
 _FACTS = _facts()
+_SETS_DATA = torch.Tensor.data.__set__
+_LOOKED_AT = frozenset((*_FACTS, *_LAYOUTS, *_TEXTS, _SETS_DATA))
 
 
 def _asked_by_user(frame: FrameType | None) -> bool:
