@@ -2,9 +2,9 @@
 AdamW, in bf16.
 
     python benchmarks/gpu.py                                    # 356 M parameters on one CUDA device
-    torchrun --nproc-per-node 8 benchmarks/gpu.py               # on several: ZeRO-3 beside FSDP2 with every block
-    compiled python benchmarks/gpu.py --device cpu --layers 2 --width 64 --heads 4 --seq 32 --batch 4 --vocab 256    #
-    the same code, to see it run
+    torchrun --nproc-per-node 8 benchmarks/gpu.py               # on several: ZeRO-3 beside FSDP2, each block compiled
+    # the same code, to see it run:
+    python benchmarks/gpu.py --device cpu --layers 2 --width 64 --heads 4 --seq 32 --batch 4 --vocab 256
 
 Masters, moments and reductions are float32, the arithmetic bfloat16. The module does so in two ways: every part casts
 its own parameters, which is what fzero's mixed_precision means, and autocast, which keeps the residual stream in

@@ -1,9 +1,9 @@
 """An optimizer on the host: fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32
 and with bf16 in and out.
 
-    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes, and one
-    more to build DeepSpeed's operator python benchmarks/host_optimizer.py --avx2          # everything as on a CPU
-    without AVX-512
+    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes,
+                                                        # and one more to build DeepSpeed's operator
+    python benchmarks/host_optimizer.py --avx2          # everything as on a CPU without AVX-512
 
 fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state where the host tier puts one.
 Everybody updates the same tensors, so that all have the same distances between leaves, which decide more than code

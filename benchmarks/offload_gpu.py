@@ -1,11 +1,12 @@
 """Everything offloaded on one GPU, over tokens per step: share of the device's peak, of fzero without offload, and of
 what the machine's links allow.
 
-    python benchmarks/offload_gpu.py                            # a 7B-shaped GPT in bf16, 2k to 128k tokens a step:
-    about 20 minutes; 81 GB of host memory python benchmarks/offload_gpu.py --layers 16                # half the model
-    python benchmarks/offload_gpu.py --parts twice --device-memory 24GB --path DIR    # a model whose Adam state is
-    twice that python benchmarks/offload_gpu.py --dry                      # the plan alone, of an H100: needs no GPU,
-    about a minute
+    # a 7B-shaped GPT in bf16, 2k to 128k tokens a step: about 20 minutes; 81 GB of host memory
+    python benchmarks/offload_gpu.py
+    python benchmarks/offload_gpu.py --layers 16                # half the model
+    # a model whose Adam state is twice the device's memory
+    python benchmarks/offload_gpu.py --parts twice --device-memory 24GB --path DIR
+    python benchmarks/offload_gpu.py --dry                      # the plan alone, of an H100: no GPU, about a minute
 
 The ceiling: compute takes the model's FLOPs, with full recomputation a third more, at the rate that products attain;
 bf16 parameters come in for the forward and for the backward, 2P bytes each, once a step, and bf16 gradients go out, 2P;

@@ -169,6 +169,14 @@ WHOLE: dict[str, Any] = {"type": int, "metavar": "N"}
 LARGE = 1e39  # more than float32 holds
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that says what a flag is where it is not given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        given = not isinstance(action.default, (bool, type(None))) and action.default != argparse.SUPPRESS
+        return f"{action.help} (default: %(default)s)" if given else action.help
+
+
 def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace], list[str]]) -> argparse.Namespace:
     """The flags of this process; what is wrong with them is told by rank 0. Without `--backend` what can run here."""
     with contextlib.redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
@@ -202,21 +210,21 @@ def unwritable(args: argparse.Namespace) -> list[str]:
     """Flags that name what could not be written later."""
     problems = []
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        problems.append(f"--json {args.json} is no file in a folder that exists")
+        problems.append(f"--json {args.json} is not a file in a folder that exists")
     out = Path(args.out or ".").absolute()
     there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        problems.append(f"--out {args.out}: {there} is no folder that can be written")
+        problems.append(f"--out {args.out}: {there} is not a folder that can be written")
     return problems
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
     """The flags of train_gpt.py."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", **WHOLE, default=250)
-    p.add_argument("--layers", **WHOLE, default=4)
-    p.add_argument("--width", **WHOLE, default=192)
-    p.add_argument("--heads", **WHOLE, default=4)
+    p = argparse.ArgumentParser(description=description, formatter_class=Help)
+    p.add_argument("--steps", **WHOLE, default=250, help="to train")
+    p.add_argument("--layers", **WHOLE, default=4, help="of the model")
+    p.add_argument("--width", **WHOLE, default=192, help="of the model")
+    p.add_argument("--heads", **WHOLE, default=4, help="of attention")
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
     p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
     p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
@@ -250,8 +258,8 @@ def parse_args(description: str | None) -> argparse.Namespace:
         "--z-loss", type=float, default=0.0, help="the weight of the squared log of the softmax's normaliser, e.g. 1e-4"
     )
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
-    p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--seed", **WHOLE, default=0)
+    p.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
+    p.add_argument("--seed", **WHOLE, default=0, help="of parameters and data")
     p.add_argument(
         "--deterministic",
         action="store_true",
@@ -263,7 +271,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         action="store_true",
         help="go on from the latest checkpoint in --out, if any, on any number of processes and --zero stage",
     )
-    p.add_argument("--save-every", **WHOLE, default=50)
+    p.add_argument("--save-every", **WHOLE, default=50, help="steps between checkpoints")
     p.add_argument(
         "--timeout",
         type=float,
@@ -273,7 +281,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     )
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
-    p.add_argument("--stop-on-nan", action="store_true")
+    p.add_argument("--stop-on-nan", action="store_true", help="fail at the first loss that is not finite")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
         problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")

@@ -1,8 +1,8 @@
 """A Llama of 7 billion parameters on one GPU of 24 GB, in a machine with 64 GB of memory and an NVMe: what a step
 takes, before there is a machine.
 
-fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 --budget 22GB --host-budget 58GB --disk-budget
-500GB
+fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 \\
+    --budget 22GB --host-budget 58GB --disk-budget 500GB
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 optimizer state rest on disk.
 
 python examples/train_big.py --memory 2GB                              # 500 M parameters, 6 GB of state
-python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower and
-deeper torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the
-state python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
+python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower, deeper
+torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the state
+python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from console import LARGE, WHOLE, WORLD, below_one, exit_code, out_of_range, parsed, progress, say, stops
+from console import LARGE, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, progress, say, stops
 from rich.table import Table
 from train_gpt import VOCAB, gpt, init_gpt
 
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parse_args(description: str | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=description, formatter_class=Help)
     p.add_argument(
         "--memory",
         type=amount,
@@ -237,9 +237,9 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
     p.add_argument("--batch", **WHOLE, default=8, help="sequences a step, over all processes")
-    p.add_argument("--steps", **WHOLE, default=20)
-    p.add_argument("--lr", type=float, default=2e-4)
-    p.add_argument("--seed", **WHOLE, default=0)
+    p.add_argument("--steps", **WHOLE, default=20, help="to train")
+    p.add_argument("--lr", type=float, default=2e-4, help="the highest learning rate")
+    p.add_argument("--seed", **WHOLE, default=0, help="of parameters and data")
     p.add_argument(
         "--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room"
     )
@@ -277,14 +277,14 @@ def amount(text: str) -> int:
     try:
         return parse_bytes(text)
     except fz.errors.FzeroError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, as 2GB and 512MiB are") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, as 2GB and 512MiB are") from None
 
 
 def number(text: str) -> int:
     try:
         return int(float(text.rstrip("KMB")) * {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, as 500M and 1.5B are") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, as 500M and 1.5B are") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""fzero: a JAX-style functional sharding framework for PyTorch.
+"""Trains PyTorch models too large for one device: a JAX-style functional sharding framework.
 
 Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you
 can print.

@@ -1,4 +1,4 @@
-"""`python -m fzero` is `fzero`."""
+"""Runs `fzero` as `python -m fzero`."""
 
 import sys
 

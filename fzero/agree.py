@@ -1,6 +1,5 @@
-"""Agreement: before a program runs for the first time, all ranks compare it. Messages go through the store, not through
-a collective, so that a rank that is missing, or that failed, is an error that names it, never a hang.
-"""
+"""Compares programs between ranks before they first run. Messages go through the store, not through a collective, so
+that a rank that is missing, or that failed, is an error that names it, never a hang."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ T = TypeVar("T")
 def together(
     mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = ""
 ) -> tuple[Any, Any]:
-    """What `make` returns on this rank, once every rank has made the same program and finished building it.
+    """The result of `make` on this rank, once every rank has made the same program and finished building it.
 
     `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the
     other ranks. An error in any of them is raised here, and reported to the other ranks: only the last waits for them,
@@ -55,8 +54,8 @@ def together(
 
 
 def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns on rank 0, which JSON can hold, on every rank; what it raises there is raised on all of them,
-    as by `everywhere`."""
+    """The result of `make` on rank 0, which JSON can hold, on every rank; its error there is raised on all of them, as
+    by `everywhere`."""
     if mesh.size == 1:
         return make()
     _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
@@ -64,20 +63,20 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
 
 
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
-    """What `act` returns on this rank, once it has returned on every rank; what it raises on one rank is raised on all
-    of them. `about`: what this rank does, for those that do something else.
+    """The result of `act` on this rank, once it has returned on every rank; an error on one rank is raised on all of
+    them. `about`: what this rank does, for those that do something else.
 
     Communication: a few hundred bytes through the store.
 
     Raises:
         FzeroValueError: it failed on another rank, naming each that did and why.
-        DivergenceError: a rank was stopped (Ctrl-C), or did not come in time.
+        DivergenceError: a rank was stopped (Ctrl-C), or timed out.
     """
     return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
 
 
 def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
-    """What `act` returned on this rank, and with `tell` what it returned on each."""
+    """The result of `act` on this rank, and with `tell` that of each."""
     talk, error = _Talk(mesh, owner, about), None
 
     def attempt() -> Any:
@@ -214,7 +213,7 @@ class _Talk:
         """The note of every rank, once all have come.
 
         Raises:
-            DivergenceError: naming the ranks that failed or did not come in time.
+            DivergenceError: naming the ranks that failed or timed out.
         """
         self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
         missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
@@ -230,7 +229,7 @@ class _Talk:
                     "of its own, the others run the old one"
                 )
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
-            came = [f"rank {rank} did not come in {self._mesh.timeout:g} s" for rank in missing]
+            came = [f"rank {rank} timed out after {self._mesh.timeout:g} s" for rank in missing]
             error = DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
             if missing:  # who comes later finds the notes of this talk, and goes on alone
                 self._mesh.turns.end(error)

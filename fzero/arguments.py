@@ -1,5 +1,4 @@
-"""Checks of arguments: what is wrong with each, in the same words everywhere, for the function that was given it to
-raise.
+"""Checks arguments: what is wrong with each, in the same words everywhere, for the function that was given it to raise.
 
 Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and
 not in the first step.
@@ -25,7 +24,7 @@ Predicate = Callable[[str, torch.Tensor], bool]
 def number(
     name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None
 ) -> list[str]:
-    """Of a number within bounds. NaN and bools are none."""
+    """Checks a number within bounds. NaN and bools are none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return [f"{name}={shown(value)}: must be a Python number"]
     if above is not None and not value > above:
@@ -47,19 +46,19 @@ def number(
 
 
 def count(name: str, value: Any, least: int = 1) -> list[str]:
-    """Of a whole number."""
+    """Checks a whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         return [f"{name}={shown(value)}: must be a whole number"]
     return [] if value >= least else [f"{name}={value!r}: must be at least {least}"]
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """Of what is True or False."""
+    """Checks a flag, True or False."""
     return [] if isinstance(value, bool) else [f"{name}={shown(value)}: neither True nor False"]
 
 
 def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str]:
-    """Of a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell
+    """Checks a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell
     what it takes, it takes them."""
     kind = f"a function of ({', '.join(takes)}{', ...' if more else ''})"
     if not callable(value):
@@ -76,13 +75,13 @@ def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str
 
 
 def predicate(name: str, value: Any) -> list[str]:
-    """Of a predicate of leaves, or None."""
+    """Checks a predicate of leaves, or None."""
     problems = [] if value is None else function(name, value, "path", "leaf")
     return [p.replace("must be a function", "a predicate is a function") for p in problems]
 
 
 def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tensor) -> bool:
-    """What a predicate says of a leaf.
+    """The answer of a predicate about a leaf.
 
     Raises:
         FzeroTypeError: it says neither True nor False.
@@ -96,8 +95,8 @@ def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tens
 
 
 def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]:
-    """What is wrong with a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to
-    what texts it has. One that goes by the leaf itself, such as its size, may find none."""
+    """Problems of a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to what
+    texts it has. One that goes by the leaf itself, such as its size, may find none."""
 
     def answers(*args: Any) -> bool:
         try:

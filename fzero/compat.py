@@ -1,4 +1,4 @@
-"""The only file that touches private PyTorch names. Each is tested against every supported release
+"""Wraps private PyTorch names, and is the only file that touches them. Each is tested against every supported release
 (tests/test_compat.py)."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def attributes(x: torch.Tensor) -> list[str]:
 
 
 def gradient_hooks(x: torch.Tensor) -> int:
-    """How many hooks a tensor has that run when a gradient was added to its own."""
+    """The number of a tensor's hooks that run when a gradient was added to its own."""
     return len(x._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
 
 
@@ -144,7 +144,7 @@ def functorch_active() -> bool:
 
 
 def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `fn(*inputs)` returns, with operations that return new values in place of those that overwrite, and all
+    """The results of `fn(*inputs)`, with operations that return new values in place of those that overwrite, and all
     others as they are (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
     torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
     try:
@@ -172,14 +172,17 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     """Names of the forward values that the min-cut partitioner would save for the backward of a joint graph.
 
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
-    gradients. Nodes in `recompute` are never saved.
+    gradients. Nodes in `recompute` are never saved. No two operations of it are equal (`trace.record.merge_equal`).
     """
     # a second and 45 MB, which not every step needs
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
-    forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
+    # equal operations are one in what was recorded; to look for them PyTorch imports all of Inductor, 1.3 s
+    with config.patch(cse=False):
+        forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
     returned = forward.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
@@ -267,7 +270,7 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What Inductor makes of a graph before any C++ is compiled: a Python module as text, and which of the graph's
+    """Inductor's output for a graph before any C++ is compiled: a Python module as text, and which of the graph's
     inputs it writes."""
 
     text: str
@@ -353,15 +356,14 @@ def use_inductor_settings(settings: bytes) -> None:
 
 
 def inductor_settings_text() -> str:
-    """What of Inductor's settings decides what it generates, the same in every process."""
+    """The settings of Inductor that decide what it generates, the same in every process."""
     import torch._inductor.config as config
 
     return repr(sorted(config.save_config_portable().items()))
 
 
 def inductor_names() -> dict[str, Any]:
-    """What the Python that Inductor generates for the CPU refers to by name. None of it needs Inductor itself, or
-    Dynamo."""
+    """The names that Inductor's generated Python for the CPU refers to. None of it needs Inductor itself, or Dynamo."""
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     return {
         "torch": torch,

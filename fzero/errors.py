@@ -1,4 +1,4 @@
-"""Errors are part of the interface: every failure at once, named by path, with a fix.
+"""Defines errors, a part of the interface: every failure at once, named by path, with a fix.
 
 All errors fzero raises on purpose subclass `FzeroError` and the built-in class a caller would expect.
 `message` lays them out the same way everywhere:
@@ -44,7 +44,7 @@ class FzeroError(Exception):
 
 
 class FzeroValueError(FzeroError, ValueError):
-    """A value that cannot work: an unknown axis, a batch that does not divide, a loss that is not a scalar.
+    """An invalid value: an unknown axis, a batch that does not divide, a loss that is not a scalar.
 
     Example:
         >>> import fzero as fz
@@ -219,7 +219,7 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """What a module says of a name that it has not: those that are like it, or all."""
+    """The error of a module about a name that it has not: those that are like it, or all."""
     known = sorted(known)
     names = difflib.get_close_matches(name, known) or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"

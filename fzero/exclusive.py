@@ -1,4 +1,4 @@
-"""One call at a time has something to itself, and whatever interrupts that call leaves nothing held."""
+"""Grants a resource to one call at a time; whatever interrupts that call leaves nothing held."""
 
 from __future__ import annotations
 

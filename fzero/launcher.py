@@ -1,4 +1,4 @@
-"""A rank as a child of a launcher: it dies with torchrun, and an error of fzero's is told once, short, and last.
+"""Ties a rank to its launcher: it dies with torchrun, and an error of fzero's is told once, short, and last.
 
 torchrun prints the whole traceback of every rank, then forty lines of its own. Here one rank tells an error that all of
 them raise, without the frames of fzero and PyTorch, and where torchrun is about to end it tells through torchrun's own

@@ -1,4 +1,4 @@
-"""How a leaf rests: over which mesh axes it is sharded, on which tier, in which dtype.
+"""Describes the layout of a leaf at rest: the mesh axes it is sharded over, its tier, its dtype.
 
 A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-padded to a multiple of the number of
 shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
@@ -67,8 +67,8 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Where a leaf that rests on disk lies: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is
-    where the next value can be written before it counts (fzero/passes/speculate.py)."""
+    """The place of a leaf on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the
+    next value can be written before it counts (fzero/passes/speculate.py)."""
 
     files: Storage
     offset: int
@@ -82,8 +82,8 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it keeps while
-    it is away."""
+    """The place where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it
+    keeps while it is away."""
 
     tier: str
     extent: Extent | None = None
@@ -145,12 +145,12 @@ BLOCK = 256  # elements, see [Note: blocks]
 
 
 def granule(shape: Sequence[int]) -> int:
-    """What the number of elements of a shard of a leaf of this shape is a multiple of, see [Note: blocks]."""
+    """The number of which the elements of a shard of a leaf of this shape are a multiple, see [Note: blocks]."""
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 
 class Cut(NamedTuple):
-    """How leaves are cut into flat shards: over which axes, into how many, and for how many they are padded, if those
+    """The cut of leaves into flat shards: over which axes, into how many, and for how many they are padded, if those
     are more."""
 
     axes: tuple[str, ...]
@@ -197,8 +197,8 @@ def padded(nbytes: int) -> int:
 
 
 def apart(sizes: Sequence[int]) -> list[int]:
-    """Where leaves of these bytes begin that lie one behind the other in host memory, and where the last one ends: each
-    at a sector, with a gap of 68 KiB behind every 16 MiB.
+    """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
+    ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
 
     An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart
     as all parameters take bytes; if that is a multiple of 2^28 the same cache sets hold all of them, and the update
@@ -260,7 +260,7 @@ def set_extent(tensor: torch.Tensor, extent: Extent) -> None:
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Where on disk a tensor of a state rests; None for one that is in memory."""
+    """The extent on disk of a tensor of a state; None for one that is in memory."""
     return getattr(tensor, "_fzero_extent", None)
 
 
@@ -283,7 +283,7 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
 
 
 def home_of(tensor: torch.Tensor) -> Home:
-    """Where the step that made a placed tensor keeps it: where it is, if it was not moved."""
+    """The place where the step that made a placed tensor keeps it: where it is, if it was not moved."""
     known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
     assert known is not None
     return home or Home(known[0].layout.tier, extent_of(tensor))
@@ -304,7 +304,7 @@ def ties(flat: list[Any]) -> list[int]:
 
 
 def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool], predicate: str) -> list[str]:
-    """What is wrong where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
+    """Problems where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
 
     Args:
         paths: of the leaves.

@@ -15,7 +15,7 @@ from fzero.rendezvous import absent
 def choose_device(
     asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
 ) -> tuple[torch.device, str | None]:
-    """Which device is this process's, and a warning if it could have been a better one.
+    """The device of this process, and a warning if it could have been a better one.
 
     Args:
         asked: what the user asked for, if anything.
@@ -56,8 +56,8 @@ def choose_device(
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other
-    types, or a GPU for several ranks."""
+    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
+    GPU for several ranks."""
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
@@ -73,7 +73,7 @@ def compare_devices(store: dist.Store, rank: int, world: int, device: torch.devi
     keys = [f"fzero/device/{r}" for r in range(world)]
     store.set(keys[rank], _name_of(device))
     if missing := absent(store, keys, timeout):
-        came = [f"rank {r} did not come in {timeout:g} s" for r in missing]
+        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )

@@ -1,5 +1,5 @@
-"""Means that are exact however the batch was cut: what a function returned, as sums that ranks and micro-batches add
-up, and as the tree that comes of them."""
+"""Averages losses and metrics exactly however the batch was cut: results of a function as sums that ranks and
+micro-batches add up, and the tree that comes of them."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[tor
 
 
 class Means(NamedTuple):
-    """How a flat list of sums becomes a tree of means: for each result whether it is a total and a count, and for each
+    """Makes a tree of means of a flat list of sums: for each result whether it is a total and a count, and for each
     flat value whether it is summed."""
 
     structure: tree.TreeSpec

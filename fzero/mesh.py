@@ -1,4 +1,4 @@
-"""Named axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+"""Names axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
 
 The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
 row-major order of the axes as given. A mesh of one device needs no process group.
@@ -96,7 +96,7 @@ class AbstractMesh:
 
 
 class Context:
-    """What runs on a mesh, made on first use and kept for as long as the mesh: the mesh itself does not change.
+    """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
 
     Attributes:
         transport: moves data between its ranks (comm/transport.py).
@@ -184,13 +184,13 @@ class Mesh(AbstractMesh):
 
     @property
     def store(self) -> dist.Store:
-        """Where the ranks leave each other notes: messages without a collective."""
+        """The store in which ranks leave each other notes: messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
 
     @property
     def turns(self) -> Turns:
-        """What the ranks do together, one after the other."""
+        """The collective actions of the ranks, one after the other."""
         if self.context.turns is None:
             store = None if self.size == 1 else self.store
             self.context.turns = Turns(store, self.rank, self.size, self.timeout)
@@ -282,7 +282,7 @@ def make_mesh(
 
     Raises:
         FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
-        DivergenceError: ranks that did not come in time, by number.
+        DivergenceError: ranks that timed out, by number.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -327,7 +327,7 @@ def make_mesh(
         )
     if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
         raise FzeroValueError(
-            message("make_mesh", "these arguments cannot work", problems, "gpu_direct=True where kvikio is installed")
+            message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
         )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, one_visible(os.environ))

@@ -1,5 +1,5 @@
-"""A line that says how far what takes long is: again and again over itself on a terminal, elsewhere a plain line
-seldom, and none of what is soon done.
+"""Prints progress of long searches: over itself on a terminal, elsewhere a plain line seldom, and none of what is soon
+done.
 
 With `FZERO_PROGRESS=off` in the environment there is none.
 """

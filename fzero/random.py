@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
+"""Draws counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
 
 [Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of
 `n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of
@@ -215,7 +215,7 @@ def uniform(
         raise FzeroValueError(
             message(
                 "random.uniform",
-                f"[{minval}, {maxval}) is no interval",
+                f"[{minval}, {maxval}) is not an interval",
                 fix="choose finite bounds with minval < maxval",
             )
         )
@@ -352,7 +352,9 @@ def _check_shape(where: str, shape: Any) -> None:
     ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
         raise FzeroTypeError(
-            message(where, f"{given} is no shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key")
+            message(
+                where, f"{given} is not a shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"
+            )
         )
 
 
@@ -374,7 +376,7 @@ def _check_number(where: str, **numbers: Any) -> None:
 
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise FzeroTypeError(message(where, f"{dtype!r} is no dtype", fix="e.g. torch.float32"))
+        raise FzeroTypeError(message(where, f"{dtype!r} is not a dtype", fix="e.g. torch.float32"))
     if not dtype.is_floating_point:
         raise FzeroTypeError(
             message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers")

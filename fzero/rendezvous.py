@@ -32,7 +32,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     rank has.
 
     Raises:
-        DivergenceError: the store cannot be reached, or ranks did not come in time, by number.
+        DivergenceError: the store cannot be reached, or ranks timed out, by number.
     """
     fix = "look at why these ranks have not reached make_mesh, or give a longer timeout"
     deadline = time.monotonic() + timeout
@@ -55,7 +55,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
             message(
                 "make_mesh",
                 "not every rank has come",
-                [f"rank {r} did not come in {timeout:g} s" for r in missing],
+                [f"rank {r} timed out after {timeout:g} s" for r in missing],
                 fix,
             )
         )
@@ -137,7 +137,7 @@ def _go(generation: str) -> str:
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """Which of these keys of a store nobody has set within `timeout` seconds, by position."""
+    """The keys of a store that nobody has set within `timeout` seconds, by position."""
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
     except (dist.DistError, RuntimeError):

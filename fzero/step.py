@@ -1,5 +1,4 @@
-"""What the user writes: a loss and an optimizer, made into a step. And what a plain step means: the reference
-semantics.
+"""Defines steps, made of a loss and an optimizer, and the plain step: the reference semantics.
 
 A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions
 eagerly through autograd, whatever its transforms: they change how a step is carried out, not what it means.
@@ -228,7 +227,9 @@ class Step:
         if not trained:
             raise FzeroValueError(
                 message(
-                    "train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point"
+                    "train_step",
+                    "no trainable parameters",
+                    fix="check `trainable`, and that parameters are floating point",
                 )
             )
         with (
@@ -368,7 +369,7 @@ def train_step(
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "these arguments cannot work", problems, fix))
+        raise FzeroTypeError(message("train_step", "invalid arguments", problems, fix))
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
@@ -543,13 +544,13 @@ def check_init(init_fn: Any) -> None:
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
-    """What a predicate is asked about: the leaves, without values."""
+    """The arguments of a predicate: the leaves, without values."""
     with compat.no_modes():  # in a trace they are not part of what is traced
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
 
 
 def _not_dense(value: Any, root: str) -> list[str]:
-    """What is wrong with the leaves of a tree that should be dense tensors."""
+    """Problems of a tree whose leaves should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
     kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
@@ -557,7 +558,7 @@ def _not_dense(value: Any, root: str) -> list[str]:
 
 
 def _kind(x: Any) -> str:
-    """What a leaf is that is not a dense tensor; nothing of one that is."""
+    """The kind of a leaf that is not a dense tensor; empty for one that is."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
@@ -622,7 +623,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
     if wrong:
-        raise FzeroTypeError(message(owner, "this is no state of a step", wrong, fix))
+        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
 
 
 def check_params(params: Any, owner: str = "init") -> None:

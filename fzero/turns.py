@@ -1,4 +1,4 @@
-"""What ranks do together they do in turns, numbered alike on all of them: a run of a program, an exchange of notes, a
+"""Numbers the collective actions of ranks in turns, alike on all of them: a run of a program, an exchange of notes, a
 checkpoint.
 
 A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different
@@ -58,7 +58,7 @@ class Turns:
         last rank that comes.
 
         Raises:
-            DivergenceError: they are in different ones, or a rank did not come in time.
+            DivergenceError: they are in different ones, or a rank timed out.
         """
         assert self._store is not None
         here = f"fzero/turns/{self._number}/"
@@ -75,7 +75,7 @@ class Turns:
                 for r in range(self._size)
             }
             came = [
-                f"rank {r} did not come in {self._timeout:g} s" for r, number in places.items() if number < self._number
+                f"rank {r} timed out after {self._timeout:g} s" for r, number in places.items() if number < self._number
             ]
             fix = (
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
@@ -86,7 +86,7 @@ class Turns:
             raise error
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
-        """Which of these keys of the store nobody has set in time, by position. What `look` raises ends it sooner."""
+        """The keys of the store that nobody has set in time, by position. What `look` raises ends it sooner."""
         assert self._store is not None
         deadline, nap = time.monotonic() + self._timeout, 1e-4
         patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
@@ -198,7 +198,7 @@ _open: list[Turns] = []
 
 
 def latest() -> Turns | None:
-    """Of the mesh that was made last, if it has several ranks and is open."""
+    """The turns of the mesh that was made last, if it has several ranks and is open."""
     return next((turns for turns in reversed(_open) if turns.is_open), None)
 
 
@@ -211,7 +211,7 @@ def leave_all() -> None:
 
 
 def _host() -> tuple[str, str]:
-    """What processes have in common that know each other by number: the kernel that runs, and the namespace of its
+    """The host as processes see it that know each other by number: the kernel that runs, and the namespace of its
     numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")

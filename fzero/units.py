@@ -1,4 +1,4 @@
-"""Amounts of memory, rates and spans of time: from text, and as text.
+"""Parses and prints amounts of memory, rates and spans of time.
 
 Sizes are printed in KiB, MiB and GiB (2^10, 2^20, 2^30 bytes), rates in GB/s (10^9). Both kinds of units are read.
 """
@@ -34,7 +34,7 @@ def parse_bytes(size: Any) -> int:
         raise FzeroValueError(
             message(
                 "plan",
-                f"{size!r} is no amount of memory",
+                f"{size!r} is not an amount of memory",
                 fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)',
             )
         )
@@ -46,7 +46,7 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
     to spare.
 
     Raises:
-        FzeroValueError: what is no amount, or a memory budget of 0.
+        FzeroValueError: what is not an amount, or a memory budget of 0.
     """
     found: list[int | None] = []
     problems: list[str] = []
@@ -54,7 +54,7 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
         try:
             found.append(None if budget is None else parse_bytes(budget))
         except FzeroValueError:
-            problems.append(f"{name}={budget!r} is no amount of memory")
+            problems.append(f"{name}={budget!r} is not an amount of memory")
             continue
         if name == "memory_budget" and found[-1] == 0:
             problems.append(f"{name}={budget!r}: nothing runs in no memory")

@@ -114,7 +114,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.make_mesh(data=0), "data=0"),
     (lambda: fz.make_mesh(timeout="x"), "timeout='x' seconds"),
     (lambda: fz.make_mesh(gpu_direct="x"), "gpu_direct='x'"),
-    (lambda: fz.lower(STEP, fz.AbstractMesh(data=1), PARAMS, X, device=3), "3 is no device"),
+    (lambda: fz.lower(STEP, fz.AbstractMesh(data=1), PARAMS, X, device=3), "3 is not a device"),
 ]
 
 

@@ -372,8 +372,8 @@ class Impostor:
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("os:system", "is no NamedTuple or dataclass"),
-        (f"{__name__}:Impostor", "is no NamedTuple or dataclass"),
+        ("os:system", "is not a NamedTuple or dataclass"),
+        (f"{__name__}:Impostor", "is not a NamedTuple or dataclass"),
         (f"{__name__}:Gone", "not found"),
         (f"{__name__}:test_structure_is_the_saved_tree.<locals>.X", "not found"),
         ("antigravity:fly", "not imported"),

@@ -331,9 +331,9 @@ FLAGS = {
     ("--mesh", "data=0"): "data=0: a size is a whole number of at least 1\nFix: e.g. --mesh data=8",
     ("--mesh", "data=8", "data=2"): "data: given twice",
     ("--mesh",): "--mesh wants axes with their sizes",
-    ("--mesh", "dta=8"): "'dta' is not one of replica, data",
+    ("--mesh", "dta=8"): "'dta' is not one of node, replica, data",
     ("--mesh", "data=99999999999999999999"): "99,999,999,999,999,999,999 devices are more than 1,048,576",
-    (*MESH, "--budget", "lots"): "'lots' is no amount of memory",
+    (*MESH, "--budget", "lots"): "'lots' is not an amount of memory",
     (*MESH, "--budget", "80"): "did you mean 80GB? Bytes are 80B",
     (*MESH, "--budget", "0"): "memory_budget=0: nothing runs in no memory",
     (*MESH, "--device", "h1000"): "'h1000' is neither a known device nor a calibration file\n  b200: NVIDIA HGX B200",
@@ -489,7 +489,7 @@ def test_calibrate_wrong_flags(run, measured):
     assert run("calibrate", "--out", "no/rates.json")[0] == 2
     for seconds in ("-1", "nan", "inf"):
         code, _, err = run("calibrate", "--seconds", seconds)
-        assert code == 2 and f"--seconds {seconds} is no time" in err and not measured
+        assert code == 2 and f"--seconds {seconds} is not enough time" in err and not measured
     code, _, err = run("calibrate", "--path", "no")
     assert code == 2 and "no: there is no such directory" in err and not measured
 

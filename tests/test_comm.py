@@ -155,7 +155,7 @@ def never_comes(folder: str) -> None:
 
 def test_a_rank_that_does_not_come_is_named(run_ranks: Any, tmp_path: Path) -> None:
     first, _ = run_ranks(2, never_comes, str(tmp_path), expect_error=True)
-    assert isinstance(first, RaisedOnRank) and "rank 1 did not come in 2 s" in first.traceback
+    assert isinstance(first, RaisedOnRank) and "rank 1 timed out after 2 s" in first.traceback
 
 
 def cannot_reach(broken: int) -> tuple[str, float]:

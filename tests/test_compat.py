@@ -462,3 +462,21 @@ def test_the_autograd_node_that_runs_is_known_by_its_number():
     number = compat.next_autograd_node()
     Numbers.apply(x).sum().backward()
     assert found == [None, number]
+
+
+def test_what_is_recorded_has_no_repetitions() -> None:
+    """As PyTorch finds them, who would import all of Inductor for that before min-cut: of a block's forward and its
+    backward together too."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    @fz.block
+    def layer(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ p) * (x @ p).sum(0, keepdim=True) + x[:, :1] * x[:, :1]
+        return torch.cat([h, x]).max(0).values + torch.cat([h, x]).max(0).values + torch.nn.functional.gelu(h)
+
+    step = fz.train_step(lambda p, x: layer(p, layer(p, x)).square().mean(), fz.optim.sgd(0.1))
+    program = fz.lower(step, fz.AbstractMesh(data=1), torch.ones(4, 4), torch.ones(2, 4)).program
+    joints = [line.attrs["joint"].graph.graph for line, _ in program.walk() if "joint" in line.attrs]
+    assert joints
+    for graph in joints:
+        assert len(fx_graph_cse(graph).nodes) == len(graph.nodes)

@@ -429,7 +429,12 @@ def test_a_device_with_other_numbers():
         get_device("a100,memory=40GB,disk_read=fast,disk_write=0GB")
     assert all(
         x in str(error.value)
-        for x in ("memory=40GB: not one of memory_bytes, ", "'fast' is no size", "'0GB' is no size", "Fix: e.g. a100,")
+        for x in (
+            "memory=40GB: not one of memory_bytes, ",
+            "'fast' is not a size",
+            "'0GB' is not a size",
+            "Fix: e.g. a100,",
+        )
     )
     with pytest.raises(FzeroValueError, match="neither a known device"):
         get_device("a1000,memory_bytes=40GB")

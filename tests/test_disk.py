@@ -676,7 +676,7 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert lines[0] == f"fzero.offload: cannot keep {2**20:.2f} TiB a rank on disk"
     assert lines[1:4] == [
         f"  {tmp_path / 'none'}: there is no such directory",
-        f"  {file}: it is no directory",
+        f"  {file}: it is not a directory",
         f"  {closed}: it is not writable",
     ]
     assert lines[4].startswith(f"  {good}: {2 * 2 * 2**20 / 5:.2f} TiB needed, ") and lines[4].endswith(" free")

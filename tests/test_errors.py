@@ -302,11 +302,11 @@ def test_parameters_that_are_not_tensors(name: str) -> None:
 
 
 def test_nothing_to_train() -> None:
-    everywhere(FzeroValueError, make(trainable=lambda path, leaf: False), "no leaf is trained", "trainable")
+    everywhere(FzeroValueError, make(trainable=lambda path, leaf: False), "no trainable parameters", "trainable")
     everywhere(
         FzeroValueError,
         make(lambda p, x: p["w"].sum()),
-        "no leaf is trained",
+        "no trainable parameters",
         params={"w": torch.ones(3, dtype=torch.int64)},
     )
     frozen = make(lambda p, x: (x @ p["w"]).mean(), trainable=lambda path, leaf: path == "params['b']")

@@ -199,8 +199,8 @@ BAD_FLAGS = {
         "--timeout",
         "inf",
     ),
-    "--json no/where.json is no file in a folder that exists": ("--json", "no/where.json"),
-    f"--out {__file__}/runs: {__file__} is no folder that can be written": ("--out", f"{__file__}/runs"),
+    "--json no/where.json is not a file in a folder that exists": ("--json", "no/where.json"),
+    f"--out {__file__}/runs: {__file__} is not a folder that can be written": ("--out", f"{__file__}/runs"),
 }
 
 
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path)
         )
     (file := tmp_path / "file").write_text("not a directory")
     done = EXAMPLE.on(run_ranks, "--steps", 8, "--resume", "--out", file, ranks=2, code=2)
-    assert done.stderr.count(f"{file} is no folder that can be written") == 1 and "training" not in done.stdout, (
+    assert done.stderr.count(f"{file} is not a folder that can be written") == 1 and "training" not in done.stdout, (
         done.stderr
     )
 
@@ -399,3 +399,11 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     assert [r["step"] for r in records(log)] == list(range(1, int(stopped[1]) + 1)), "each step once"
     assert errors.count("rank 0 has left") == 1 and errors.count("Fix: ") == 1, errors
     assert "wait timeout" not in errors, "c10d warns of every wait in vain"
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "train_big.py"])
+def test_help_shows_defaults(script: str) -> None:
+    done = subprocess.run([sys.executable, f"{ROOT}/examples/{script}", "--help"], capture_output=True, text=True)
+    text = " ".join(done.stdout.split())
+    assert "--seed N of parameters and data (default: 0)" in text and "(default: None)" not in text
+    assert "bytes a sequence (default: 128)" in text and "(default: False)" not in text

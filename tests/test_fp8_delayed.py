@@ -396,8 +396,8 @@ def test_the_state_and_the_program_say_so():
     ("arguments", "text"),
     [
         ({"scaling": "late"}, "unknown scaling='late'(.|\n)*one of 'current', 'delayed'"),
-        ({"scaling": "delayed", "history": 0}, "history=0 is no number of steps"),
-        ({"scaling": "delayed", "history": True}, "history=True is no number of steps"),
+        ({"scaling": "delayed", "history": 0}, "history=0 is not a number of steps"),
+        ({"scaling": "delayed", "history": True}, "history=True is not a number of steps"),
         ({"history": 4}, "history=4, but current scaling has none"),
         ({"scaling": "delayed", "scales": "row"}, "one number for an operand"),
     ],

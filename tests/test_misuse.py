@@ -128,16 +128,19 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
 }
 DRAWS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is no shape"),
-    "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is no shape"),
+    "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is not a shape"),
+    "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is not a shape"),
     "a dtype for a shape": (
         lambda key: fz.random.bits(key, torch.float32),
-        "fzero.random.bits: torch.float32 is no shape",
+        "fzero.random.bits: torch.float32 is not a shape",
     ),
-    "a text": (lambda key: fz.random.normal(key, "34"), "'34' is no shape"),
-    "p before the shape": (lambda key: fz.random.bernoulli(key, 2.0, (3,)), "fzero.random.bernoulli: 2.0 is no shape"),
+    "a text": (lambda key: fz.random.normal(key, "34"), "'34' is not a shape"),
+    "p before the shape": (
+        lambda key: fz.random.bernoulli(key, 2.0, (3,)),
+        "fzero.random.bernoulli: 2.0 is not a shape",
+    ),
     "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), X), "p=float32[2, 4]"),
-    "a number for a dtype": (lambda key: fz.random.normal(key, (3,), 3.0), "3.0 is no dtype"),
+    "a number for a dtype": (lambda key: fz.random.normal(key, (3,), 3.0), "3.0 is not a dtype"),
     "a text for a bound": (lambda key: fz.random.uniform(key, (3,), maxval="1"), "maxval='1'"),
     "rate before x": (lambda key: fz.random.dropout(key, 0.1, X), "rate=float32[2, 4]"),
     "dropout of a number": (lambda key: fz.random.dropout(key, 1.0, 0.1), "not of float"),
@@ -307,7 +310,7 @@ def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: P
             assert text == "", "whole leaves are on every rank"
         else:
             assert (
-                "rank 1 did not come in 2 s" in text
+                "rank 1 timed out after 2 s" in text
                 and text.startswith("fzero.gather: ")
                 and "Fix: call gather on every rank" in text
             )
@@ -333,7 +336,7 @@ def _saves_alone(folder: str) -> str:
 def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
     text, _ = run_ranks(2, _saves_alone, str(tmp_path))
     assert (
-        "rank 1 did not come in 2 s" in text
+        "rank 1 timed out after 2 s" in text
         and text.startswith("fzero.checkpoint: ")
         and "make the call on every rank, outside of `if rank == 0`" in text
     )

@@ -51,6 +51,14 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")),
         fz.AbstractMesh(replica=2, data=2),
     ),
+    "two_axes": (
+        fz.compose(fz.shard_params(axis="data"), fz.shard_opt_state(axis=("data", "node")), fz.accumulate(2)),
+        fz.AbstractMesh(node=2, data=2),
+    ),
+    "two_axes_once": (
+        fz.compose(fz.shard_params(axis=("data", "node")), fz.once_a_step(), fz.mixed_precision("bf16")),
+        fz.AbstractMesh(node=2, data=2),
+    ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "offload_nvme": (
         fz.compose(fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "params"), path="/scratch")),
@@ -134,6 +142,15 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
                 f"result {i} taken for whole",
                 (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),),
             )
+        if v.placement.grid:
+            for how, grid in {
+                "no finer cut": (),
+                "another": ("node", "data"),
+                "an unknown": ("data", "nowhere"),
+            }.items():
+                placement = replace(v.placement, grid=grid)
+                out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
+                yield f"result {i} padded for {how}", (replace(line, out=out),)
         for what, x in changes.items():
             yield (
                 f"result {i} of another {what}",

@@ -188,7 +188,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         (("cpu", "opt_state"), {"path": "/scratch"}, "'cpu' is memory"),
         (("cpu", ()), {}, "nothing to offload"),
         (("nvme",), {"path": [""]}, "no directory's name"),
-        (("nvme",), {"path": 3}, "3 is no directory's name"),
+        (("nvme",), {"path": 3}, "3 is not a directory's name"),
         (("cpu", "opt_state", "params"), {}, "one tier and the roles"),
         (("cpu", "params"), {"update_on": "host"}, "which is not offloaded here"),
         (("cpu",), {"fraction": True}, "fraction=True"),
@@ -549,7 +549,7 @@ def test_a_path_that_cannot_hold_the_state_is_said_before_anything_is_made(tmp_p
             fz.checkpoint.save(tmp_path / "run", plain().init(init))
         with pytest.raises(FzeroValueError) as raised:
             act()
-        assert all(text in str(raised.value) for text in (*paths, "no such directory", "it is no directory", "Fix:"))
+        assert all(text in str(raised.value) for text in (*paths, "no such directory", "it is not a directory", "Fix:"))
     assert len(made) == 1, "traced, not run"
 
 

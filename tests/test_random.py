@@ -244,7 +244,7 @@ def test_under_vmap():
         (lambda: fzr.fold_in(fzr.key(0), torch.zeros(2)), FzeroTypeError, r"data is float32\[2\]"),
         (lambda: fzr.with_part(fzr.key(0), -2), FzeroValueError, "not -2"),
         (lambda: fzr.normal(fzr.key(0), (2,), torch.int64), FzeroTypeError, "fz.random.bits draws integers"),
-        (lambda: fzr.uniform(fzr.key(0), (2,), minval=1.0), FzeroValueError, r"\[1.0, 1.0\) is no interval"),
+        (lambda: fzr.uniform(fzr.key(0), (2,), minval=1.0), FzeroValueError, r"\[1.0, 1.0\) is not an interval"),
         (lambda: fzr.bernoulli(fzr.key(0), (2,), 1.5), FzeroValueError, "p=1.5"),
         (lambda: fzr.dropout(fzr.key(0), torch.ones(2), 1.0), FzeroValueError, r"rate=1.0 is outside \[0, 1\)"),
     ],

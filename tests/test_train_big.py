@@ -131,8 +131,8 @@ def test_by_default_the_state_is_three_times_the_memory(script, monkeypatch):
 BAD_FLAGS = {
     "--width 65 is not a multiple of 64": ("--width", 65),
     "--steps 0 is less than 1; --batch -1 is less than 1": ("--steps", 0, "--batch", -1),
-    "'two' is no amount of memory": ("--memory", "two"),
-    "'many' is no number": ("--params", "many"),
+    "'two' is not an amount of memory": ("--memory", "two"),
+    "'many' is not a number": ("--params", "many"),
     "--params 0 is not from 1 to 1e+15": ("--params", "0.4"),
     "--threads 100000 is not from 1 to 1024; --params 1e+99 is not": ("--threads", 100000, "--params", "1e99"),
     "--resume needs --out": ("--resume",),

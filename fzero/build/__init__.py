@@ -1,1 +1,1 @@
-"""Building: recorded graphs become callables, compiled once, cached on disk and shared between ranks."""
+"""Builds callables from recorded graphs, compiled once, cached on disk and shared between ranks."""

@@ -1,4 +1,4 @@
-"""Functions made executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
+"""Makes functions executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
 function."""
 
 from __future__ import annotations

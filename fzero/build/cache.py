@@ -1,4 +1,4 @@
-"""Compiled functions on disk: one file a function, under a key of everything that decided what was compiled.
+"""Caches compiled functions on disk: one file a function, under a key of everything that decided what was compiled.
 
 It knows how files are kept, not how functions are compiled. An entry is a shared library (or another opaque payload),
 the Python around it and a footer with a digest of both: a library that was cut short would crash the process that loads
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Of the library: functions that were compiled together share one."""
+        """The digest of the library: functions that were compiled together share one."""
         return hashlib.sha256(self.library).hexdigest()
 
 
@@ -138,7 +138,7 @@ def open_cache() -> Cache | None:
     why.
 
     Raises:
-        FzeroValueError: a limit that is no size.
+        FzeroValueError: a limit that is not a size.
     """
     where = os.environ.get("FZERO_CACHE") or "~/.cache/fzero"
     if where == "off":
@@ -167,7 +167,7 @@ def _limit() -> int:
         raise FzeroValueError(
             message(
                 "cache",
-                f"FZERO_CACHE_LIMIT={text!r} is no size",
+                f"FZERO_CACHE_LIMIT={text!r} is not a size",
                 fix="give a number of bytes, or a unit too, e.g. 10GiB",
             )
         ) from error
@@ -205,8 +205,8 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
 
 @functools.cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    """What code is generated for: a CPU's instructions, all of them, because kernels are compiled for the machine they
-    are compiled on."""
+    """The target of generated code: a CPU's instructions, all of them, because kernels are compiled for the machine
+    they are compiled on."""
     if device.type == "cuda":
         made_by = (
             torch.cuda.get_device_name(device),

@@ -1,4 +1,4 @@
-"""Functions compiled for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
+"""Compiles functions for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
 into one library.
 
 Inductor writes a module around each function and compiles every kernel on its own: 0.7 s each, most of it headers, and
@@ -169,8 +169,8 @@ def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Se
 
 
 def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
-    """Where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have been used
-    for others before."""
+    """The place where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have
+    been used for others before."""
     numel = None
     while True:
         match value:

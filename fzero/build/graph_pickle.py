@@ -1,4 +1,4 @@
-"""A graph as plain values, for another process.
+"""Pickles a graph as plain values, for another process.
 
 A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of nothing, zeros or a range, runs there
 and then, and has become a literal.

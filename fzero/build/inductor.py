@@ -1,4 +1,5 @@
-"""Functions compiled by Inductor: from the cache, from a process that compiles, or from another rank that did."""
+"""Compiles functions with Inductor: from the cache, in a compiling process, or by another rank that shares its
+result."""
 
 from __future__ import annotations
 
@@ -188,8 +189,8 @@ def _artifact(function: Function, graph: Recorded, device: torch.device) -> Call
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:
-    """What a worker needs of a function. Its literals become arguments, for the code does not depend on their
-    values."""
+    """The job of a worker: all that it needs of a function. Its literals become arguments, for the code does not depend
+    on their values."""
     module = fx.Graph()
     env = {node: module.placeholder(node.name) for node in graph.inputs}
     literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}

@@ -1,4 +1,5 @@
-"""Work that the ranks of one host divide: which of them see the same cache, who compiles what, and who has delivered.
+"""Divides compilation among the ranks of one host: which of them see the same cache, who compiles what, and who has
+delivered.
 
 Messages go through the store, so that a rank that fails or dies while the others wait for it is an error that names it,
 and there are no locks to be left behind.

@@ -1,4 +1,4 @@
-"""Lines of text that was compiled, for tracebacks."""
+"""Keeps the lines of compiled text for tracebacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that
+"""Compiles in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that
 trains.
 
 `compile_jobs` is a rank's side: it starts one worker, hands it jobs, and reports as they are done. The worker writes

@@ -1,4 +1,5 @@
-"""Checkpoints: every rank writes its shards, any mesh reads them back, and nothing damaged loads in silence.
+"""Saves and restores checkpoints: every rank writes its shards, any mesh reads them back, and nothing damaged loads in
+silence.
 
 save, read        a State to disk and back, from any mesh to any mesh
 find, describe, structure, latest, check, verify  what is there, and whether it is whole and fits

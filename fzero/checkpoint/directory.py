@@ -1,4 +1,4 @@
-"""Where checkpoints lie under a root, and which of them is the newest.
+"""Finds the checkpoints under a root, and the newest of them.
 
     root/latest                          the name of the newest complete checkpoint
     root/step-00000100/index.json

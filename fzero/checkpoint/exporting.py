@@ -1,4 +1,4 @@
-"""From a checkpoint to Hugging Face's layout of safetensors files, in one process, a block at a time."""
+"""Exports a checkpoint to Hugging Face's layout of safetensors files, in one process, a block at a time."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of a file just written: its size, digests, and where each tensor lies."""
+    """Describes a file just written: its size, digests, and where each tensor lies."""
 
     bytes: int
     sha256: str

@@ -1,4 +1,4 @@
-"""From safetensors files, in Hugging Face's layout or a single one, to a pytree of host tensors."""
+"""Imports safetensors files, in Hugging Face's layout or a single one, as a pytree of host tensors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied
 
 
 def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
-    """Where every tensor is, and which names were tied to which."""
+    """The place of every tensor, and the names that are tied to others."""
     weight_map: dict[str, str] | None = None
     if path.is_dir() and (path / WEIGHTS_INDEX).exists():
         weight_map = _weight_map(path / WEIGHTS_INDEX)

@@ -1,4 +1,4 @@
-"""index.json: what a checkpoint holds and where, sealed with a sha256 of itself.
+"""Reads and writes index.json: the leaves of a checkpoint and their files, sealed with a sha256 of itself.
 
 Nothing read from an index is trusted: it names files by plain names inside its own directory, and all of it is checked
 before any of it is used.
@@ -56,7 +56,7 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     `leaves` has the whole shape and dtype of every leaf by dotted name, tied ones included; `aliases` maps the later
     names of a tied leaf to the first, under which it is stored.
@@ -93,7 +93,7 @@ def show(shape: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
-    """What a checkpoint holds, from its index alone: no data is read.
+    """The contents of a checkpoint, from its index alone: no data is read.
 
     Args:
         path: one step's directory, or the root of several: then its latest.

@@ -1,4 +1,4 @@
-"""Acting together: every rank does its part, and a failure on any of them is raised on all of them.
+"""Runs parts of a checkpoint on all ranks together: a failure on any of them is raised on all of them.
 
 A rank that raised by itself would leave the others waiting in their next collective; so a result or an error is first
 exchanged, then looked at.
@@ -35,7 +35,7 @@ def world() -> Ranks:
 def together(
     ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None
 ) -> list[T]:
-    """What `act()` returned on every rank.
+    """The results of `act()` of every rank.
 
     Args:
         undo: run on every rank before raising, if any rank failed.

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
+"""Reads a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = N
 
 
 def _held(index: Index, file: str, start: int, stop: int) -> str:
-    """Which leaves lie in a range of bytes."""
+    """The leaves that lie in a range of bytes."""
     hit = [
         name
         for name, parts in index.parts.items()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own file, then one rename that makes all of it valid at once.
+"""Writes a checkpoint: every rank its own file, then one rename that makes all of it valid at once.
 
     every rank   plan: what is stored, and who writes which part         (pure; equal on all ranks, compared by digest)
     rank 0       clears what killed saves left, makes the temporary directory
@@ -37,7 +37,7 @@ from fzero.step import lasting
 
 @dataclass(frozen=True)
 class Plan:
-    """What a save writes: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
+    """The plan of a save: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
     `tensors`."""
 
     step: int
@@ -379,9 +379,7 @@ def _check_arguments(keep: Any, meta: Any) -> None:
     except (TypeError, ValueError) as error:
         problems.append(f"meta: JSON cannot hold it: {error}")
     if problems:
-        raise CheckpointError(
-            message("checkpoint.save", "these arguments cannot work", problems, "change them as said above")
-        )
+        raise CheckpointError(message("checkpoint.save", "invalid arguments", problems, "change them as said above"))
 
 
 def _note(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The shape of a pytree as JSON: containers, leaf names and plain values, and back.
+"""Encodes the structure of a pytree as JSON: containers, leaf names and plain values, and back.
 
 A node is null, `{"leaf": name}`, `{"value": x}` (a bool, int or str; floats as `{"float": hex}`, which is exact),
 `{"tuple": [...]}`, `{"list": [...]}`, `{"dict": [[key, node], ...]}`, `{"ordered_dict": ...}` likewise, or
@@ -66,7 +66,7 @@ def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
                 "fields": [[f, node] for f, node in zip(fields, nodes, strict=True)],
             }
         problems.append(
-            f"{path}: a {type(x).__module__}.{type(x).__qualname__} is no tensor, number, str or known container"
+            f"{path}: a {type(x).__module__}.{type(x).__qualname__} is not a tensor, number, str or known container"
         )
         return None
 
@@ -171,7 +171,7 @@ def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str |
     for part in qualname.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None  # no getattr: it can run code
     if not isinstance(found, type) or _kind(found) is None:
-        return None, f"{where}: {'not found' if found is None else f'{found!r} is no NamedTuple or dataclass'}"
+        return None, f"{where}: {'not found' if found is None else f'{found!r} is not a NamedTuple or dataclass'}"
     if (_kind(found), _fields(found)) != (kind, fields):
         return (
             None,

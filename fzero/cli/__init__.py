@@ -1,4 +1,4 @@
-"""The command line: `fzero plan`, `fzero show`, `fzero check`, `fzero calibrate`.
+"""Runs the command line: `fzero plan`, `fzero show`, `fzero check`, `fzero calibrate`.
 
 A command is a frozen dataclass (commands.py) whose fields are its flags. It returns its exit code: 0; 1: the step does
 not fit its budget, is not what it is without transforms, or something failed; 2: flags or a target that cannot be

@@ -1,4 +1,4 @@
-"""The flags of a command line, read by tyro: a command's fields are its flags, their docstrings its help."""
+"""Parses the flags of a command with tyro: a command's fields are its flags, their docstrings its help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each command does: it works out one value of the library (a `Plan`, a `Program`, a `Device`) and prints it.
+"""Runs each command: it works out one value of the library (a `Plan`, a `Program`, a `Device`) and prints it.
 
 Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing but JSON goes to stdout.
 """
@@ -48,7 +48,7 @@ _PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True)
 class _OfTarget:
-    """What both commands about a step are told. Fields without a default come first."""
+    """The flags of both commands about a step. Fields without a default come first."""
 
     target: Annotated[Positional[str], _TARGET]
     """returns (step, params, batch)"""
@@ -102,7 +102,7 @@ class _OfTarget:
 
 @dataclass(frozen=True)
 class Plan(_OfTarget):
-    """What a step will cost each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
+    """Predicts the cost of a step on each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
 
     trace: Annotated[Path | None, _FILE] = None
     """write the timeline, for ui.perfetto.dev or chrome://tracing"""
@@ -181,7 +181,9 @@ class Calibrate:
             _check_files(out=self.out)
             if not 0 < self.seconds < math.inf:
                 raise UsageError(
-                    message("calibrate", f"--seconds {self.seconds:g} is no time to measure in", fix="e.g. --seconds 5")
+                    message(
+                        "calibrate", f"--seconds {self.seconds:g} is not enough time to measure", fix="e.g. --seconds 5"
+                    )
                 )
             if self.path is not None and not self.path.is_dir():
                 raise UsageError(
@@ -292,7 +294,7 @@ def _bytes(size: str | None) -> int | None:
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
-    """What is wrong with a flag is a `UsageError`."""
+    """Raises problems of flags as a `UsageError`."""
     try:
         yield
     except FzeroError as error:

@@ -1,5 +1,4 @@
-"""How the command line shows a plan, a program or a device: in colour on a terminal, as plain text elsewhere, or as
-data."""
+"""Prints plans, programs and devices: in colour on a terminal, as plain text elsewhere, or as data."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def print_device(device: Device) -> None:
 
 
 def print_report(found: Report) -> None:
-    """How a transformed step compares with the plain one."""
+    """Prints the comparison of a transformed step with the plain one."""
     _print(found.tables(), "\n".join(found.remarks()))
 
 

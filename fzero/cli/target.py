@@ -1,4 +1,4 @@
-"""What a command is about: MODULE:FUNCTION, a function of the user's that returns a step, its parameters and a batch.
+"""Imports the target of a command, MODULE:FUNCTION: a function that returns a step, its parameters and a batch.
 
 [Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code
 raises, when it is imported, called or traced, is a `UserError`: its traceback without our frames, as if the user had
@@ -88,7 +88,7 @@ def users_code(target: str) -> Iterator[None]:
 
 
 def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
-    """What a target returns, with values drawn for its meta tensors, and how many those were.
+    """The result of a target, with values drawn for its meta tensors, and how many those were.
 
     Args:
         params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide;

@@ -1,1 +1,1 @@
-"""Moving bytes: between ranks, and between memory and disk."""
+"""Moves bytes: between ranks, and between memory and disk."""

@@ -1,4 +1,4 @@
-"""Transfers through process groups: gloo and NCCL. Each is a start, which returns at once, and a wait.
+"""Runs collectives through process groups, gloo and NCCL: each is a start, which returns at once, and a wait.
 
 Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not
 lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process

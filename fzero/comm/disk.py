@@ -1,5 +1,5 @@
-"""Leaves on disk: where they lie in a rank's scratch files, and their values as a whole or in parts, through a bounded
-amount of memory.
+"""Keeps leaves on disk: allocates them in a rank's scratch files, and reads and writes them whole or in parts, through
+a bounded amount of memory.
 
 A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes`
 of them without any padding. Extents begin at whole blocks, so a leaf is read and written in whole blocks.

@@ -1,5 +1,5 @@
-"""Scratch files of a rank as one range of bytes, read and written by threads while the caller goes on: to and from host
-memory by system calls, to and from a GPU's by GPUDirect Storage (gds.py).
+"""Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on: host memory by
+system calls, a GPU's by GPUDirect Storage (gds.py).
 
 Nothing here knows what the bytes are. One pool of threads serves all files of a process: a system call of 4 MiB leaves
 the interpreter alone for as long as it takes, so a few Python threads keep a disk as busy as a C program would. Pieces
@@ -233,7 +233,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one thread moves at a time: consecutive bytes of one file."""
+    """The piece that one thread moves at a time: consecutive bytes of one file."""
 
     transfer: Transfer
     open: _Open
@@ -395,8 +395,8 @@ def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
             or flat.device.type not in ("cpu", "cuda")
         ):
             problems.append(
-                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is no flat uint8 in the memory of "
-                f"host or GPU"
+                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is not a flat uint8 in the "
+                f"memory of host or GPU"
             )
         elif (
             offset % ALIGNMENT

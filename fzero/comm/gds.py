@@ -1,4 +1,5 @@
-"""GPUDirect Storage: a disk reads and writes a GPU's memory, past the host's, through kvikio where that is installed.
+"""Reads and writes a GPU's memory from disk by GPUDirect Storage, past the host's, through kvikio where that is
+installed.
 
 Where the system cannot do it kvikio copies through buffers of its own: slower, and the same bytes.
 

@@ -1,4 +1,4 @@
-"""The host tier: memory in which leaves of a state rest, and what copies between it and the device.
+"""Copies between device and host memory, and allocates the host memory in which leaves of a state rest.
 
 On a CPU host and device are one memory and a copy hands on what it is given. On CUDA host memory is page-locked, and
 copies run on two streams, one each way. Every copy is a start, which returns at once, and a wait. Nothing here knows
@@ -158,7 +158,7 @@ class Copy:
 
 
 class Copies(Protocol):
-    """What copies between the device and the host of a mesh. Tensors of `into` that are their sources stay as they are.
+    """Copies between the device and the host of a mesh. Tensors of `into` that are their sources stay as they are.
 
     Without `into`, which only one memory for both allows, the sources are handed on.
     """
@@ -172,11 +172,11 @@ class Copies(Protocol):
         and the copy may still read them."""
 
     def reached(self) -> Callable[[], object] | None:
-        """What returns once the device has done all that it was told before this call; None where it has."""
+        """A wait for the device to have done all that it was told before this call; None where it has."""
 
 
 def copies(mesh: Mesh) -> Copies:
-    """What copies between device and host of a mesh, made on first use."""
+    """The copier between device and host of a mesh, made on first use."""
     if mesh.context.copies is None:
         mesh.context.copies = (
             Streams(mesh.device)
@@ -189,8 +189,8 @@ def copies(mesh: Mesh) -> Copies:
 
 
 class Unified:
-    """Of one memory: everything is where it should be, except for a leaf of the state that is to have another's
-    value."""
+    """Copies within one memory: everything is where it should be, except for a leaf of the state that is to have
+    another's value."""
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         for source, target in _moves(sources, into or sources):
@@ -207,7 +207,8 @@ class Unified:
 
 
 class Apart:
-    """Of a CPU whose host and device are taken for two memories, so that tests find there what would go wrong on a GPU.
+    """Copies on a CPU whose host and device are taken for two memories, so that tests find there what would go wrong on
+    a GPU.
 
     A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
     it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format.
@@ -281,7 +282,7 @@ def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None
 
 
 class Streams:
-    """Of a CUDA device: two streams, so that what goes to the host does not queue behind what comes from there.
+    """Copies on a CUDA device by two streams, so that transfers to the host do not queue behind those from there.
 
     A copy begins when the device has done all that it was told before the start: sources are made by then, and nobody
     reads what lay in `into`. The copy keeps its sources alive until it is dropped, after its wait.

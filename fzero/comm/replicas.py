@@ -1,5 +1,5 @@
-"""Replicas compared: what several ranks hold in common must be the same on all of them, bit for bit. Digests travel,
-never values.
+"""Compares replicas: tensors that several ranks hold in common must be equal on all of them, bit for bit. Digests
+travel, never values.
 
 A leaf sharded over some axes has a replica on every rank with the same place along those; a whole leaf on every rank of
 the mesh.
@@ -32,8 +32,8 @@ Held = Mapping[str, tuple["torch.Tensor | str", tuple[str, ...]]]
 
 
 def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str, tuple[str, ...]]]:
-    """Of the tensors of a state those that are in memory and that another rank has too. One without a layout is taken
-    to be whole."""
+    """The tensors of a state that are in memory and that another rank has too. One without a layout is taken to be
+    whole."""
     out: dict[str, tuple[torch.Tensor | str, tuple[str, ...]]] = {}
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.is_meta:
@@ -93,7 +93,7 @@ def differing(
 
 
 def _unlike(tables: Sequence[Mapping[str, tuple[str, str]]], name: str, ranks: Sequence[int], holder: int) -> str:
-    """How what some ranks hold differs from what one does: in values, or in dtype and shape."""
+    """The difference between the values of some ranks and of one: in values, or in dtype and shape."""
     kinds = [table[name][1].partition(" ")[2] if name in table else "no such leaf" for table in tables]
     if all(kinds[rank] == kinds[holder] for rank in ranks):
         return f"not the same on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} as on rank {holder}"

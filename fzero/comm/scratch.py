@@ -1,4 +1,4 @@
-"""Private directories for scratch files, one under each path a user gives:
+"""Manages private directories for scratch files, one under each path a user gives:
 
     <path>/fzero-<pid>-<random>/    0700
         fzero.lock                  held by an flock for as long as its process lives
@@ -201,7 +201,7 @@ def _impossible(nbytes: int, problems: Sequence[str]) -> FzeroValueError:
 
 def _unusable(path: Path) -> str | None:
     if not path.is_dir():
-        return "it is no directory" if path.exists() else "there is no such directory"
+        return "it is not a directory" if path.exists() else "there is no such directory"
     return None if os.access(path, os.W_OK | os.X_OK) else "it is not writable"
 
 

@@ -1,4 +1,4 @@
-"""Transfers between processes of one host on the CPU: each reads what it needs out of the others' pools.
+"""Runs collectives between the CPU processes of one host through shared memory: each reads from the others' pools.
 
 A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this
 rank's part is there, by adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads
@@ -280,7 +280,7 @@ class SharedMemory:
             return
         self._mesh.turns.look("step")
         what = (
-            f"rank {peer.rank} did not come in {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
+            f"rank {peer.rank} timed out after {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
         )
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise DivergenceError(
@@ -341,7 +341,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
     store.set(f"{prefix}/ready/{me}", failure)
     missing = absent(store, [f"{prefix}/ready/{r}" for r in range(mesh.size)], mesh.timeout)
     said = {
-        r: f"did not come in {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode()
+        r: f"timed out after {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode()
         for r in range(mesh.size)
     }
     if not any(said.values()):
@@ -359,7 +359,7 @@ def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[]
         if hopeless():
             raise OSError(_ANOTHER)
         if time.monotonic() > deadline:
-            raise OSError(f"rank {rank} did not come in {timeout:g} s")
+            raise OSError(f"rank {rank} timed out after {timeout:g} s")
     return store.get(key)
 
 
@@ -389,7 +389,7 @@ def _callers(
     on; nobody is waited for alone.
 
     Raises:
-        OSError: a rank did not come in time, or `hopeless` says that one will not.
+        OSError: a rank timed out, or `hopeless` says that one will not.
     """
     expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
     with selectors.DefaultSelector() as ready:
@@ -398,7 +398,7 @@ def _callers(
             while expected:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} did not come in {timeout:g} s")
+                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} timed out after {timeout:g} s")
                 events = ready.select(min(left, _PAUSE))
                 if not events and hopeless():
                     raise OSError(_ANOTHER)
@@ -461,7 +461,7 @@ def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float)
     try:
         data, fds, _, _ = socket.recv_fds(connection, 1, num)
     except TimeoutError as error:
-        raise OSError(f"rank {rank} did not come in {timeout:g} s") from error
+        raise OSError(f"rank {rank} timed out after {timeout:g} s") from error
     except ConnectionError as error:
         raise OSError(f"rank {rank} has left") from error
     if not data or len(fds) != num:

@@ -1,4 +1,4 @@
-"""Copies between the tiers of a rank, as the lines of a program start them and wait for them.
+"""Runs copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
 What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others
 change places.
@@ -108,8 +108,7 @@ class Tiers:
         return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
 
     def _after(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
-        """What returns once a disk may read and write these: those on a GPU when it has come to where the program
-        is."""
+        """A wait until a disk may read and write these: those on a GPU when it has come to where the program is."""
         return self._copies.reached() if tensors[0].device.type == "cuda" else None
 
     def settled(
@@ -183,7 +182,7 @@ def _sectors(x: torch.Tensor) -> torch.Tensor:
 
 
 def _said(error: TierError) -> str:
-    """What failed and where, in one line."""
+    """The failure and its place, in one line."""
     what, *where = (line.strip() for line in str(error).splitlines() if not line.startswith("Fix: "))
     return "; ".join((what.removeprefix("fzero.offload: "), *where))
 

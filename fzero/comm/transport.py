@@ -1,4 +1,4 @@
-"""Which transport a mesh has."""
+"""Chooses the transport of a mesh: process groups or shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of tokens as a pure function of (seed, step, rank, size), read ahead in the background.
+"""Makes batches of tokens as a pure function of (seed, step, rank, size), and reads them ahead in the background.
 
 A training run has no data state to save: its step says what comes next, on any mesh.
 """

@@ -1,4 +1,4 @@
-"""Batches made ready by a background thread while the device computes."""
+"""Prefetches batches in a background thread while the device computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that every machine has: the source code of Python's own standard library."""
+"""Collects text that every machine has: the source code of Python's own standard library."""
 
 from __future__ import annotations
 

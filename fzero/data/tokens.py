@@ -1,4 +1,4 @@
-"""Batches of tokens that are a pure function of the step.
+"""Samples batches of tokens from a file, as a pure function of the step.
 
 [Note: which window when] The corpus is cut in windows of `seq + 1` tokens, `seq` apart, so that every token but the
 first is a target once an epoch. The run sees an endless sequence of samples: sample `g` is the window number `g %
@@ -73,7 +73,7 @@ class TokenDataset:
         dtype: torch.dtype | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ):
-        random.key(seed)  # complains about what is no seed
+        random.key(seed)  # complains about what is not a seed
         problems = [
             f"{name}={value!r} is not a whole number of at least 1"
             for name, value in (("seq", seq), ("batch", batch))
@@ -120,7 +120,7 @@ class TokenDataset:
         return self.num_windows / self.batch
 
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """What rank `rank` of `size` reads at `step`: its rows of the global batch, which is the same for every size.
+        """The batch of rank `rank` of `size` at `step`: its rows of the global batch, which is the same for every size.
 
         Args:
             step: counted from 0.
@@ -159,15 +159,15 @@ class TokenDataset:
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()
 
     def data_step(self, step: int) -> int:
-        """Which step's data `step` reads, counted without anything skipped."""
+        """The step whose data `step` reads, counted without anything skipped."""
         for first, stop in self.skip:
             if step >= first:
                 step += stop - first
         return step
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """What to save with a state that has seen the batches before `step`: where in the data it is, and which data in
-        which order. JSON can hold it.
+        """The cursor to save with a state that has seen the batches before `step`: where in the data it is, and which
+        data in which order. JSON can hold it.
 
         Example:
             >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
@@ -217,7 +217,7 @@ class TokenDataset:
         return step
 
     def _identity(self) -> dict[str, Any]:
-        """What the batch of every step follows from, but for `skip`."""
+        """The facts that the batch of every step follows from, but for `skip`."""
         return {
             "seq": self.seq,
             "batch": self.batch,
@@ -328,7 +328,7 @@ def _digest(tokens: torch.Tensor) -> str:
 
 
 def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Tensor:
-    """Where a keyed permutation of `range(size)` sends each element of an int64 tensor."""
+    """The images under a keyed permutation of `range(size)` of each element of an int64 tensor."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask, out = (1 << half) - 1, index.clone()
     outside = torch.arange(len(index))

@@ -1,2 +1,1 @@
-"""Lowering: a step on a mesh becomes its base program, and of the programs that passes can make of it one is chosen
-that fits."""
+"""Lowers a step on a mesh to its base program, and chooses among the programs that passes make of it one that fits."""

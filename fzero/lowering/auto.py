@@ -1,5 +1,5 @@
-"""offload("auto"): which roles rest off the device, on which tier and how much of each: of what is tried and fits the
-budgets the fastest step is taken.
+"""Resolves offload("auto"): roles, tiers and shares are tried, and of those that fit the budgets the fastest step is
+taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
 before in whole, and a part of the last one. Of what is on disk a part may be on the host instead. Gradients wait on
@@ -259,8 +259,8 @@ class _Search:
         return self.variants[shares]
 
     def _ways(self, shares: Shares) -> list[Choice]:
-        """Where updates may run and gradients wait, and which may be on a guess: all updates on the host, or, if that
-        is open, none; what lies between is looked at afterwards."""
+        """The places where updates may run and gradients wait, and those that may be on a guess: all updates on the
+        host, or, if that is open, none; what lies between is looked at afterwards."""
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         kinds = (
@@ -365,7 +365,7 @@ class _Search:
         )
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
-        """What the step has not got that makes less of what fills a tier which has too little. It is not tried."""
+        """Transforms that the step lacks and that lessen what fills a tier which has too little. It is not tried."""
         device, host = self._lacking(found)
         on_device = lambda *roles: device and share_of(found, roles) > FEW  # noqa: E731
         grads = on_device("gradients") or (host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes)
@@ -389,7 +389,7 @@ class _Search:
 
 
 def _kind(shares: Shares, way: Choice) -> Any:
-    """What those have in common that take as much besides the least."""
+    """The key that is common to choices which take as much besides the least."""
     return way, tuple((share.roles, share.tier, 0 < share.back) for share in shares)
 
 

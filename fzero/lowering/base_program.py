@@ -1,4 +1,4 @@
-"""The base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+"""Makes the base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
 
 A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype
 its gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.

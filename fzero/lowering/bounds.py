@@ -1,4 +1,4 @@
-"""Lower bounds of a step's bytes on each tier and of its seconds, by where its state rests: sums over leaves, for which
+"""Bounds a step's bytes on each tier and its seconds from below, by where its state rests: sums over leaves, for which
 no program is made.
 
 A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make;
@@ -43,12 +43,12 @@ class Least(NamedTuple):
 
     @property
     def peaks(self) -> tuple[int, int, int]:
-        """Of device, host and disk."""
+        """The peaks of device, host and disk."""
         return int(self.device), int(self.host), int(self.disk)
 
     @property
     def seconds(self) -> float:
-        """Of a step, if all queues of a phase work side by side."""
+        """The seconds of a step, if all queues of a phase work side by side."""
         return sum(map(max, self.phases))
 
     @property
@@ -62,7 +62,7 @@ HIDDEN = 1 / 8  # of what a queue that is not the busiest takes is seen in a ste
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is made of, in bytes on each rank.
+    """The parts of a step, in bytes on each rank.
 
     Attributes:
         resting: state that stays on the device wherever the rest is.
@@ -89,7 +89,7 @@ class Sizes:
     backward_seconds: float
 
     def least(self, rests: Rests, on_host: bool, grads: str, device: Device, guess: Sequence[str] = ()) -> Least:
-        """What a layout takes.
+        """The least that a layout takes.
 
         Args:
             rests: where what is.

@@ -1,5 +1,4 @@
-"""A memory budget: which of the choices that a step leaves open make it fit, and of those that fit which are fastest,
-by the plan.
+"""Searches for the fastest program within a memory budget, among the choices that a step leaves open, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
 and reduced once, which gathers serve forward and backward, how far ahead a gather starts, which transfers travel
@@ -57,7 +56,7 @@ class Budget:
 
     @property
     def limits(self) -> tuple[int | None, int | None, int | None]:
-        """Of device, host and disk."""
+        """The limits of device, host and disk."""
         return self.nbytes, self.host, self.disk
 
     def over(self, peaks: tuple[int, int, int]) -> int:
@@ -106,7 +105,7 @@ def choose(
 
 
 class _Known:
-    """What was found out about the programs of choices, once for each program."""
+    """Caches what was found out about the programs of choices, once for each program."""
 
     def __init__(self, build: Callable[[Choice], Program], budget: Budget):
         device, backend = budget.device, budget.backend
@@ -121,7 +120,7 @@ class _Known:
         return self.queues(choice)[0]
 
     def least_seconds(self, choice: Choice, open_side: bool) -> float:
-        """What a step takes at least, wherever the updates of a choice run and however far ahead a transfer starts: as
+        """The least seconds of a step, wherever the updates of a choice run and however far ahead a transfer starts: as
         long as its busiest queue."""
         if not open_side:
             return max(self.queues(choice)[1].values())
@@ -211,8 +210,8 @@ def _with_share(known: _Known, ends: Sequence[Choice]) -> Choice:
 
 
 def fastest(build: Callable[[Choice], Program], choices: Sequence[Choice], budget: Budget) -> Choice | None:
-    """Of the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1 %
-    of it; None if none fits."""
+    """Among the choices that fit the one whose program is predicted to be fastest, the first of those that are within 1
+    % of it; None if none fits."""
     if len(choices) == 1:
         return choices[0]
     known = _Known(build, budget)
@@ -238,7 +237,7 @@ def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[t
 
 
 def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> Callable[[Choice], Any]:
-    """What is found out about the program of a choice, once for each program."""
+    """The findings about the program of a choice, once for each program."""
     known: dict[int, tuple[Program, Any]] = {}
 
     def of(choice: Choice) -> Any:
@@ -251,7 +250,7 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
-    """What was open of a program that has been chosen: without a budget only what becomes of the gradients of
+    """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
     out = []
     if budget is not None and budget.nbytes is not None:
@@ -370,19 +369,19 @@ FEW = 0.05  # of the peak: what takes less is not worth advice
 
 
 def share_of(found: Plan, roles: Sequence[str]) -> float:
-    """How much of the peak some roles take."""
+    """The share of the peak that some roles take."""
     return sum(found.breakdown[role] for role in roles) / max(1, found.peak_bytes)
 
 
 def filling(program: Program, found: Plan) -> list[str]:
-    """What fills the device's memory at the peak, the most first, and what the gradients wait for where there are
-    many."""
+    """The roles that fill the device's memory at the peak, the most first, and what the gradients wait for where there
+    are many."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
     return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 
 
 def filling_host(found: Plan) -> list[str]:
-    """What fills the host's memory, the most first."""
+    """The roles that fill the host's memory, the most first."""
     return [f"on the host: {_listed(found.host_breakdown)}"]
 
 

@@ -1,5 +1,5 @@
-"""Leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with how it rests, from
-abstract values alone.
+"""Makes leaf tables: the leaves of parameters, optimizer state and batch of a step on a mesh, each with its layout,
+from abstract values alone.
 
 Here the transforms that decide about layouts meet: sharding, precision, offload. What the leaves are for is lower.py's.
 """
@@ -167,8 +167,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
 
 
 def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What is computed with of the masters that rest off the device, by position: leaves of the state, sharded as their
-    masters are."""
+    """The copies to compute with of masters that rest off the device, by position: leaves of the state, sharded as
+    their masters are."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or isinstance(step, EvalStep):
         return {}
@@ -183,7 +183,7 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
 
 
 def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """What gradients wait in that wait on disk, by the position of their parameter: leaves of the state, laid out as
+    """The leaves in which gradients wait on disk, by the position of their parameter: leaves of the state, laid out as
     updates read gradients.
 
     Raises:
@@ -220,7 +220,7 @@ def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) 
 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
-    """Of each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
+    """For each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
     by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
 
     def mirrored(leaf: Leaf) -> int | None:

@@ -1,9 +1,8 @@
-"""From a step to a program: every arrow of the design's picture, in order.
+"""Lowers a step to a program: every arrow of the design's picture, in order.
 
-    step + example batch -- trace --> base program -- one rewrite a transform --> -- cut the update --> -- order --> --
-    place in the pool -->
+    step + example batch -- trace --> base program -- passes (fzero/passes/pipeline.py) --> finished program
 
-After every arrow the program is verified. Under a memory budget the arrows after the trace are gone through for several
+After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
 choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs
 devices: `lower` works for any mesh on abstract tensors.
 """
@@ -126,8 +125,8 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What a step costs each rank: memory, bytes on every channel, time; on the device and for the backend that it
-        was lowered for."""
+        """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
+        it was lowered for."""
         return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
@@ -339,7 +338,9 @@ def _traced(
     trains = step.trains(abstract_params(params))
     if not any(trains):
         raise FzeroValueError(
-            message("train_step", "no leaf is trained", fix="check `trainable`, and that parameters are floating point")
+            message(
+                "train_step", "no trainable parameters", fix="check `trainable`, and that parameters are floating point"
+            )
         )
     opt_state = opt_state_inputs(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
@@ -493,7 +494,7 @@ def _fitting(lowered: Lowered) -> Lowered:
 
 
 def _rows(step: Step | None, batch: Inputs) -> int:
-    """Of a rank's batch that are computed with at once."""
+    """The rows of a rank's batch that are computed with at once."""
     found = find(step.transforms, accumulate.Accumulate) if step is not None else None
     return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
         found.num_micro_batches if found else 1
@@ -501,8 +502,8 @@ def _rows(step: Step | None, batch: Inputs) -> int:
 
 
 def _advice(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, least: Plan) -> list[str]:
-    """What the peak would be at least with one transform more, the lowest first, of those that lower it; if none is
-    enough, with those together. Of a large model few are tried: those that are about what takes the most."""
+    """The least peaks with one transform more, the lowest first, of those that lower it; if none is enough, with those
+    together. Of a large model few are tried: those that are about what takes the most."""
     num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
 
@@ -560,7 +561,7 @@ def _with(step: Step, transform: Any) -> Step | None:
 
 
 def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
-    """Of each parameter the axes that its state, its gradient and itself are sharded over."""
+    """For each parameter the axes that its state, its gradient and itself are sharded over."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
@@ -591,5 +592,5 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
 
 
 def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
-    """Where state may rest off the device."""
+    """The tiers on which state may rest off the device."""
     return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

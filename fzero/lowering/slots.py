@@ -1,4 +1,4 @@
-"""State slots: what a state carries besides parameters, optimizer state, step and key, one row each.
+"""Lists state slots: all that a state carries besides parameters, optimizer state, step and key, one row each.
 
 A row says which leaves a step carries, how they begin, and how a step advances them. Layouts, programs, `init`,
 `restore`, `move` and checkpoints are made of the rows: a new slot is a new row. A checkpoint without a slot that the
@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a step knows at its end, where slots are advanced: its numbers, all of them the same on every rank.
+    """The numbers of a step that are known at its end, where slots are advanced, all of them the same on every rank.
 
     Attributes:
         training: the step.

@@ -1,4 +1,4 @@
-"""What a training step is, before it is a program: its functions, its leaf tables, and what dtypes it computes in."""
+"""Describes a training step before it is a program: its functions, its leaf tables, and the dtypes it computes in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ folded with t alone."""
 
 @dataclass(frozen=True)
 class Precision:
-    """What dtypes a step computes in, and how it scales its loss. By default everything in its own dtype.
+    """The dtypes that a step computes in, and its loss scale. By default everything in its own dtype.
 
     Attributes:
         compute: that a parameter or a leaf of the batch is computed in.
@@ -54,7 +54,7 @@ class Precision:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What a training step is lowered from. `batch` has the shapes of one micro-batch of one rank."""
+    """The source of a lowered training step. `batch` has the shapes of one micro-batch of one rank."""
 
     name: str
     loss_fn: Callable[..., Any]
@@ -92,8 +92,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Found:
-    """What tracing a loss showed: which leaves have a gradient, how many sums there are, whether it is weighted, and
-    its auxiliary values."""
+    """The findings of tracing a loss: which leaves have a gradient, how many sums there are, whether it is weighted,
+    and its auxiliary values."""
 
     used: list[int]
     num_sums: int

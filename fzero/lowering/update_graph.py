@@ -1,5 +1,5 @@
-"""Everything behind the backward, recorded as one function: means, gradient norm, loss scale, optimizer, new
-parameters, metrics."""
+"""Records everything behind the backward as one function: means, gradient norm, loss scale, optimizer, new parameters,
+metrics."""
 
 from __future__ import annotations
 

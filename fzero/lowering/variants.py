@@ -1,5 +1,5 @@
-"""The programs that one base program becomes under the choices that a step leaves open, and what they share, worked out
-once.
+"""Keeps the programs that one base program becomes under the choices that a step leaves open, and shares work among
+them.
 
 The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the
 one that is taken is verified.
@@ -83,8 +83,8 @@ class Variants:
         ]
 
     def grads(self, least: Choice) -> list[str]:
-        """Which gradients of a choice may wait on the host, what comes to the same once: with the last they take least
-        of the device's memory."""
+        """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
+        least of the device's memory."""
         program, found = self.cut(least), dict[Any, str]()
         for grads in tiers.GRADS:
             waiting = tuple(
@@ -194,7 +194,7 @@ def verified(program: Program, stages: Iterable[tuple[Pass, Program]]) -> Progra
 
 
 def closed(program: Program, chosen: Sides | None = None) -> Iterator[tuple[Pass, Program]]:
-    """What becomes of a program whose update is cut, after every pass."""
+    """The programs that one whose update is cut becomes, after every pass."""
     for passed in CLOSING:
         program = passed.rewrite(program, chosen or Sides())
         yield passed, program

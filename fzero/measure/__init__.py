@@ -1,1 +1,1 @@
-"""Measuring: rates of a machine, the time of each line of a step, and what binds it."""
+"""Measures rates of a machine, the time of each line of a step, and what binds it."""

@@ -1,8 +1,9 @@
-"""Measuring this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
+"""Calibrates this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
 
-fzero calibrate                                  # one process: starts as many as the host has places for ranks, and
-measures with them torchrun --nproc-per-node 8 -m fzero.measure.calibrate      # or under torchrun: over the links
-between these ranks
+# one process: starts as many as the host has places for ranks, and measures with them
+fzero calibrate
+# or under torchrun: over the links between these ranks
+torchrun --nproc-per-node 8 -m fzero.measure.calibrate
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def calibrate(
             cannot hold scratch files.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
-        raise FzeroValueError(message("calibrate", "this is no time to measure in", problems, "e.g. seconds=5"))
+        raise FzeroValueError(message("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5"))
     if directory is not None:
         check(directory, SCRATCH)
     progress = progress or (lambda what: None)
@@ -118,14 +119,14 @@ def _host_memory() -> int:
 
 
 def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 measured, on every rank: all plans must be alike."""
+    """The measurements of rank 0, on every rank: all plans must be alike."""
     box = [measured]
     dist.broadcast_object_list(box, src=0, device=mesh.device if mesh.device_type == "cuda" else None)
     return box[0]
 
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
-    """What processes measure that are started for it, as torchrun would start them."""
+    """The measurements of processes that are started for it, as torchrun would start them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": num_ranks,

@@ -1,4 +1,4 @@
-"""What `calibrate` measures: rates of this machine, each by running what a program runs, a few times, and taking the
+"""Probes the rates of this machine for `calibrate`, each by running what a program runs, a few times, and taking the
 best.
 
 On a mesh all ranks measure at once, so that what they share (memory, the host's cores, links) is shared as in a run.
@@ -148,7 +148,7 @@ def host_copy(device: torch.device, seconds: float) -> Link:
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """What a rank sends to the others of the fastest axis, which is the last: gathers and reductions through the
+    """The bytes/s of a rank to the others of the fastest axis, the last: gathers and reductions through the
     transport of the mesh, half each."""
     axis, size = next((a, n) for a, n in reversed(mesh.axes.items()) if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
@@ -175,8 +175,8 @@ def link(mesh: Mesh, seconds: float) -> Link:
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:
-    """What scratch files are read at, what they are written at, and bytes/s of both together while pieces of the two
-    take turns; by the threads, and in the pieces, that a program's leaves on disk are moved with.
+    """Bytes/s at which scratch files are read, are written, and both together while pieces of the two take turns; by
+    the threads, and in the pieces, that a program's leaves on disk are moved with.
 
     Args:
         seconds: about how long to measure.

@@ -1,4 +1,4 @@
-"""Measuring a step as a plan predicts it: the time of every line, and the most memory alive.
+"""Profiles a step against its plan: the time of every line, and the most memory alive.
 
 Lines are timed by putting a clock around each function and transfer that the program's source names, so what is timed
 is what runs.
@@ -71,9 +71,9 @@ def _events(marks: Iterable[tuple[Place, float, float]]) -> list[Event]:
 
 
 class Following:
-    """Which line of a program runs, as its functions and transfers are called one after the other. What is skipped if
-    the step does not guess, as `guessing` says while it runs, is not called then; what a redo is to do again is, if it
-    says so."""
+    """Follows the lines of a running program, as its functions and transfers are called one after the other. What is
+    skipped if the step does not guess, as `guessing` says while it runs, is not called then; what a redo is to do again
+    is, if it says so."""
 
     def __init__(self, program: Program, guessing: Callable[[], bool]):
         self._guessing, self._again = guessing, False
@@ -88,7 +88,7 @@ class Following:
         return place
 
     def returned(self, place: Place, result: Any) -> None:
-        """What that call returned."""
+        """Notes the result of that call."""
         self._again = place[0].op == "redo" and result is True
 
     def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[Place]:

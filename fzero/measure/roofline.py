@@ -1,5 +1,5 @@
-"""What binds a step: the share of the device's peak that it reached, how busy each link was, and for how long compute
-waited for it.
+"""Compares a measured step with the roofline: the share of the device's peak, how busy each link was, and how long
+compute waited for it.
 
 A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every
 line. What a link moved is known from the program; how long it was busy is what it says itself, a disk or a stream of
@@ -32,7 +32,7 @@ from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
 
 def limits_of(program: Program, mesh: Mesh) -> Limits | None:
-    """What measures the runs of a program; None for one whose leaves and activations all stay on the device."""
+    """The measurement of a program's runs; None for one whose leaves and activations all stay on the device."""
     if not any(line.op in COPIES for line, _ in program.walk()):
         return None
     return Limits(program, mesh, DeviceClock() if mesh.device.type == "cuda" else HostClock())
@@ -131,7 +131,7 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class _Moving:
-    """What a start returns, and the link that it is on."""
+    """The handle of a start, and the link that it is on."""
 
     link: str
     transfer: Any

@@ -1,5 +1,5 @@
-"""Operators of our own: each is one node of a recorded graph, run eagerly by one function and expanded into others for
-a compiler."""
+"""Registers operators of our own: each is one node of a recorded graph, run eagerly by one function and expanded into
+others for a compiler."""
 
 from __future__ import annotations
 

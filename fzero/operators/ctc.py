@@ -1,5 +1,5 @@
-"""The CTC loss, whose operator returns a table as wide as its longest target is long: where lengths are tensors, a
-shape that no trace knows.
+"""Computes the CTC loss, whose operator returns a table as wide as its longest target is long: where lengths are
+tensors, a shape that no trace knows.
 
 Ours has the width that the shape of the targets allows.
 """

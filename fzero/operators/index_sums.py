@@ -1,4 +1,4 @@
-"""Sums at indices in the order of the indices, on a CPU: the gradient of what is read by indices, such as an embedding.
+"""Sums at indices in the order of the indices, on a CPU: the gradient of reads by index, such as an embedding.
 
 PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step
 differ in their last bits. `add_at` takes them one after the other. It is one operator to a compiler, too: its code

@@ -1,5 +1,5 @@
-"""Blocks of a leaf: 256 consecutive elements of it, flattened, with one number for each, such as the scale that they
-are quantised with.
+"""Reduces and expands blocks of a leaf: 256 consecutive elements of it, flattened, with one number for each, such as a
+quantisation scale.
 
 The numbers of a leaf's blocks are a tensor of shape [num_blocks, 1]. Shards are whole blocks ([Note: blocks],
 fzero/layout.py), so what is done block by block is done on shards as on the whole. Both ways are one operator,

@@ -1,4 +1,4 @@
-"""Recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
+"""Wraps recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
 sequence.
 
 Each returns a workspace that its backward needs, of a size that no schema tells, oneDNN's only where autograd runs. A
@@ -141,7 +141,8 @@ network_backward = define(
 
 
 def _rules(library: str) -> dict[Any, Callable[..., Any]]:
-    """What is recorded of a library's operators: `rule(do, overwrite, *args)`, as in fzero/trace/overwrites.py."""
+    """The rules by which a library's operators are recorded: `rule(do, overwrite, *args)`, as in
+    fzero/trace/overwrites.py."""
     forward, backward = _LIBRARIES[library]
 
     def values(op: Any, args: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products of matrices in 8-bit floating point: how operands are rounded, and the operator that multiplies them.
+"""Multiplies matrices in 8-bit floating point: rounds the operands, and defines the operator.
 
 [Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even: to float8_e4m3fn (3 bits of
 mantissa, up to 448) in the forward and for what the forward left, to float8_e5m2 (2 bits, up to 57344) where it depends
@@ -90,14 +90,14 @@ def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tu
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Of powers of two; exact on every device, as a division is not."""
+    """The inverses of powers of two; exact on every device, as a division is not."""
     return (254 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 
 def multiply(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `scaled_mm` computes: `(a * scale_a) @ (b * scale_b)` with float32 sums, in `dtype`.
+    """Computes `scaled_mm`: `(a * scale_a) @ (b * scale_b)` with float32 sums, in `dtype`.
 
     Args:
         a: float8[m, k].

@@ -1,4 +1,4 @@
-"""Optimizers: pairs of pure functions, and the schedules they take.
+"""Defines optimizers, pairs of pure functions, and the schedules they take.
 
     from fzero import optim
 

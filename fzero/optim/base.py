@@ -1,4 +1,4 @@
-"""What an optimizer is, and how optimizers combine."""
+"""Defines the gradient transformation, and how transformations are chained."""
 
 from __future__ import annotations
 

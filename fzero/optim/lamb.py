@@ -1,4 +1,4 @@
-"""LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
+"""Defines LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every optimizer does with trees, dtypes and arguments: walk leaves together, make states, reject bad values.
+"""Walks over leaves for every optimizer: trees in step with each other, initial states, dtypes, invalid arguments.
 
 Nothing here is public. The rules of [Note: optimizers on shards] (fzero/optim/__init__.py) are kept in these few
 helpers, so that an optimizer's own file is its formula.
@@ -126,7 +126,7 @@ def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> f
 
 
 def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | int) -> Any:
-    """What a schedule says of this update: a number, or a tensor of one."""
+    """The value of a schedule in this update: a number, or a tensor of one."""
     value = schedule(count)
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool:
         return value
@@ -187,4 +187,4 @@ def check(
 def reject(where: str, problems: Iterable[str], fix: str = "change the values above") -> None:
     problems = list(problems)
     if problems:
-        raise FzeroValueError(message(where, "these arguments cannot work", problems, fix))
+        raise FzeroValueError(message(where, "invalid arguments", problems, fix))

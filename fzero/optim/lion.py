@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
+"""Defines Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scale of float16 training: one number, and how it moves.
+"""Updates the loss scale of float16 training.
 
 float16 has no numbers below 6e-8, so gradients of a scaled loss are computed and their scale is divided out in float32.
 A scale that is too large shows as a gradient that is not finite: that step is left out and the scale goes down. Pure
@@ -17,7 +17,7 @@ from fzero.optim.leaves import reject
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale remembers. Leaves of a step's state, the same on every rank."""
+    """The state of a loss scale. Leaves of a step's state, the same on every rank."""
 
     scale: torch.Tensor  # float32[]: of the next step's loss
     growth_tracker: torch.Tensor  # int64[]: steps since the last overflow or growth

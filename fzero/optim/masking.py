@@ -1,4 +1,4 @@
-"""Different transformations for different leaves: `masked` for some, `partition` for all.
+"""Applies different transformations to different leaves: `masked` to some, `partition` to all.
 
 Leaves that a transformation is not meant for are `None` in the trees it sees, so it holds no state for them.
 """
@@ -184,7 +184,7 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
 
 def check_mask(where: str, mask: Any, name: str = "mask") -> None:
     """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that
-    is no bool."""
+    is not a bool."""
     if callable(mask) and not dataclasses.is_dataclass(mask):
         reject(where, function(name, mask, "path", "leaf"))
     elif name == "mask" and isinstance(mask, (str, int, float, torch.Tensor)) and not isinstance(mask, bool):

@@ -1,5 +1,5 @@
-"""Moments in 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element a code that tells
-how large it is beside that.
+"""Quantises moments to 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element a code
+for its share of it.
 
 A moment's elements differ by many orders of magnitude, and small ones matter: an update divides by the root of the
 second moment. So codes are not even steps of the number but of a root of it, whose steps grow with the number: of the
@@ -78,7 +78,7 @@ def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
 
 
 class Coded:
-    """What is done leaf by leaf with moments, done with their codes: decoded before, encoded after. For one walk over
+    """Wraps a function of leaves and their moments to work with codes: decoded before, encoded after. For one walk over
     the leaves, in order."""
 
     def __init__(self, codes: Sequence[Code], scales: Sequence[Tree]):

@@ -1,4 +1,4 @@
-"""Stochastic rounding: parameters that rest in bfloat16 without fp32 masters.
+"""Rounds stochastically, for parameters that rest in bfloat16 without fp32 masters.
 
 An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of
 it). Rounded to nearest it is lost, every time; rounded up or down with probabilities in proportion to the distances,

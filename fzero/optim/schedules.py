@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step.
+"""Defines learning rates as pure functions of the step.
 
 A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's
 device. Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as

@@ -1,4 +1,4 @@
-"""Transformations that scale, clip or decay, and remember a step count at most."""
+"""Defines transformations that scale, clip or decay, and whose state is a step count at most."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     Memory: 8 bytes.
 
     Raises:
-        FzeroValueError: what is no function of a step.
+        FzeroValueError: what is not a function of a step.
 
     Example:
         >>> optimizer = scale_by_schedule(lambda count: 1 / (1 + count))

@@ -1,1 +1,1 @@
-"""Passes: each rewrites a program into a program. The one ordered list of them is pipeline.py."""
+"""Rewrites programs into programs, a pass a file. The one ordered list of them is pipeline.py."""

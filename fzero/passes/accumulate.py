@@ -72,7 +72,7 @@ def _update(program: Program) -> Line[UpdateAttrs]:
 
 
 def _summands(update: Line[UpdateAttrs]) -> tuple[str, ...]:
-    """What the update reads of all micro-batches together."""
+    """The values that the update reads of all micro-batches together."""
     return (*update.attrs.sums, *update.attrs.maxima, *update.attrs.grads.values())
 
 
@@ -159,7 +159,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
 
 
 def _units(lines: Sequence[Line], summands: Mapping[str, str]) -> Iterator[list[Line]]:
-    """What is repeated together: a line, and right after it the casts of its results to what is added up."""
+    """The units that are repeated together: a line, and right after it the casts of its results to what is added up."""
     casts: dict[str, list[Line]] = {}
     for line in lines:
         if line.op == "cast" and line.out[0].name in summands:

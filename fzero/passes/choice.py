@@ -1,4 +1,4 @@
-"""Choices that a step leaves open, which passes carry out."""
+"""Lists the choices that a step leaves open, which passes carry out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fzero.passes.overlap import Order
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of micro-batches add up
-    whole and are reduced once a step, or not, `because`; `stay`: the share of blocks whose parameters stay gathered
-    over the axis of `once_a_step`; `host_share`: how much of what rests off the device is updated on the host, by
-    bytes, `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/tiers.py);
-    `guess`: the tiers whose leaves are updated on a guess (passes/speculate.py)."""
+    """A choice for everything that a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of
+    micro-batches add up whole and are reduced once a step, or not, `because`; `stay`: the share of blocks whose
+    parameters stay gathered over the axis of `once_a_step`; `host_share`: how much of what rests off the device is
+    updated on the host, by bytes, `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of
+    passes/tiers.py); `guess`: the tiers whose leaves are updated on a guess (passes/speculate.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False

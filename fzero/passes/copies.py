@@ -1,5 +1,4 @@
-"""Masters that rest off the device have beside them what the model computes with: copies in the compute dtype, which
-the update writes in the same pass. Acts on the program.
+"""Gives each offloaded master a copy in the compute dtype; the update writes master and copy in one pass.
 
 Without it every step would cast the masters anew, after they were written, and move them once more. The copies are
 leaves of the state, in `extras['compute']`; they follow from the masters, so no checkpoint has them.

@@ -1,5 +1,5 @@
-"""Cutting the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars
-hoisted out.
+"""Cuts the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted
+out.
 
 The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
 depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,
@@ -137,7 +137,7 @@ class _Cutter:
         return {n: owner.get(root(n), NOBODY) for n in parent}
 
     def _levels(self) -> dict[fx.Node, int]:
-        """How many reductions lie before a node."""
+        """The number of reductions before a node."""
         level: dict[fx.Node, int] = {}
         for node in _in_order(self.graph.graph):
             level[node] = max((level[a] + reduces(a) for a in node.all_input_nodes), default=0)
@@ -370,14 +370,14 @@ class _Cutter:
 
 
 class Across(NamedTuple):
-    """How the summands of ranks become one: by what, over which axes."""
+    """The reduction of the summands of ranks: by what, over which axes."""
 
     op: str
     axes: tuple[str, ...]
 
 
 def _across(node: fx.Node) -> Across | None:
-    """How what a node reduces to is reduced over the ranks, if it is."""
+    """The reduction over ranks of a node's result, if there is one."""
     return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 

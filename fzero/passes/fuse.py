@@ -1,4 +1,4 @@
-"""A block whose backward follows its forward at once is one function: nothing is saved, nothing recomputed, its
+"""Fuses a block's forward with its backward where that follows at once: nothing is saved, nothing recomputed, its
 parameters are gathered once.
 
 That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
@@ -71,7 +71,7 @@ def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> 
 
 
 def _between(program: Program) -> tuple[int, int] | None:
-    """Where the lines from the last block's forward to its vjp begin and end, if they can be one function."""
+    """The range of lines from the last block's forward to its vjp, if they can be one function."""
     params = {n for n, leaf in program.leaves.items() if leaf.role == "params"}
     params |= {v.name for line in program.lines if line.op == "cast" and line.args[0] in params for v in line.out}
     blocks = [i for i, line in enumerate(program.lines) if line.is_forward or line.is_backward]

@@ -1,6 +1,6 @@
-"""What follows the last block where it may first run: the update of a block right after the backward that makes its
-gradients, if nothing of all leaves, such as a norm to clip by, must be known before. So gradients need not pile up, and
-what moves the state of one block runs beside the backward of the next.
+"""Hoists every optimizer update to directly after the backward that produces its gradients, unless it depends on a
+global reduction such as the clipping norm. Gradients need not pile up, and transfers of one block's state overlap the
+backward of the next.
 
 Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that
 block to run meanwhile.

@@ -1,5 +1,4 @@
-"""The functions of a program whose lines say where results are to be written: each writes those, and returns the
-rest."""
+"""Makes out-variants of functions: selected results are written into pool buffers, the others returned."""
 
 from __future__ import annotations
 

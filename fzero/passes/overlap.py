@@ -1,6 +1,5 @@
-"""The order of lines: a transfer starts ahead of the line that needs it and is waited for as late as it may. Which
-lines there are of a kind is settled here too: gathers that forward and backward share, and small ones that travel
-together.
+"""Orders lines for overlap: hoists each transfer ahead of its consumer and sinks its wait. Shares gathers between
+forward and backward, and coalesces small ones.
 
 Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
 (fzero/lowering/budget.py).
@@ -19,7 +18,7 @@ _GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
 
 @dataclass(frozen=True)
 class Order:
-    """What an order is free to choose.
+    """The choices that an order is free to make.
 
     Attributes:
         shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
@@ -80,8 +79,7 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 
 def _sources(program: Program) -> dict[str, str]:
-    """What of a leaf is gathered, and what that is of: a cast of a shard of it, or what a gather over another axis has
-    brought."""
+    """The source of each gather of a leaf: a cast of a shard of it, or what a gather over another axis has brought."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     found = {x.out[0].name: x.args[0] for x, _ in program.walk() if x.op == "cast"}
     for line, _ in program.walk():

@@ -1,5 +1,4 @@
-"""Places in one arena for buffers whose times are known: those that are taken at the same time may not overlap, and the
-arena is to be small.
+"""Packs buffers with known live ranges into one small arena: those that are alive at the same time do not overlap.
 
 At no time can it be smaller than what is taken then. Placing one after the other, each as low as it may, the largest
 first, mostly comes close to that. Where it does not, other orders are tried, and from some of them a few steps in which

@@ -1,4 +1,4 @@
-"""The passes that make a finished program of a base program, in their one order.
+"""Lists the passes that make a finished program of a base program, in their one order.
 
     base program -- remat, accumulate, shard, cut_update -->
     lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program
@@ -48,7 +48,7 @@ cut, and some passes less."""
 
 
 class Sides(NamedTuple):
-    """What a choice comes to for a program whose update is cut.
+    """The consequences of a choice for a program whose update is cut.
 
     Attributes:
         order: where transfers stand.
@@ -66,7 +66,7 @@ class Sides(NamedTuple):
 
 
 def sides(program: Program, choice: Choice, on_disk: Mapping[str, str]) -> Sides:
-    """What a choice comes to for a program whose update is cut, with these gradients on disk."""
+    """The consequences of a choice for a program whose update is cut, with these gradients on disk."""
     on_device = tiers.updated_on_device(program, choice.host_share)
     waiting = tiers.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
     return Sides(choice.order, choice.guess, on_device, waiting, tuple(on_disk.items()))
@@ -88,7 +88,7 @@ class Pass(NamedTuple):
     check: Callable[[Program], Program] | None = None
 
     def verified(self, program: Program) -> Program:
-        """What it made, if that keeps the rules.
+        """The program that it made, if that keeps the rules.
 
         Raises:
             VerifyError: naming the pass.

@@ -1,5 +1,5 @@
-"""The pool: one arena in which everything that moves has its place, planned before the run and reused all along it. On
-the CPU, where fresh memory costs more than arithmetic, what functions hand to later lines lies in it too.
+"""Places transfers' buffers in the pool: one arena planned before the run and reused all along it. On the CPU, where
+fresh memory costs more than arithmetic, results that functions hand to later lines lie in it too.
 
 A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from
 the line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
@@ -218,8 +218,8 @@ class _Placer:
                 self._take(slot.region, number, last, wait, axes)
 
     def _fetch(self, number: int, line: Line) -> None:
-        """What a copy makes: from the copy's start to its last reader, and until it is stored. A cast that is copied is
-        made in the pool too."""
+        """Live ranges of copies: from the copy's start to its last reader, and until it is stored. A cast that is
+        copied is made in the pool too."""
         if line.writes or stays(line, self.mesh):
             return
         wait = self.waits[line.out[0].name]
@@ -248,7 +248,7 @@ class _Placer:
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:
-        """What a function returns and later lines read, but for what is small, a view, or handed to the user."""
+        """Results of functions that later lines read, but for those that are small, a view, or handed to the user."""
         into = self.into.get(number, [None] * len(line.out))
         for k, value in enumerate(line.out):
             free = (
@@ -266,7 +266,7 @@ class _Placer:
         return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
-        """Where what is reduced lies: where it lies already, else in `region`, made there if its maker can."""
+        """The place of a reduction's operand: where it lies already, else in `region`, made there if its maker can."""
         known = self.slots.get(name)
         if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:
             return known

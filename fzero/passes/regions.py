@@ -1,4 +1,4 @@
-"""The regions of an arena: what lies in each, and the places that are found for all of them."""
+"""Collects the regions of an arena and finds a place for each."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
 
 
 def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tuple[Kept, ...] | None:
-    """What each distinct block keeps, None if none is split. Policies that keep the same make the same program. Args:
-    as of `rewrite`."""
+    """The kept values of each distinct block, None if none is split. Policies that keep the same make the same program.
+    Args: as of `rewrite`."""
     return (
         None
         if policy == "full"
@@ -57,7 +57,7 @@ def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tu
 
 
 def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:
-    """What can be kept by each call that runs both forward and backward, in order."""
+    """The values that can be kept by each call that runs both forward and backward, in order."""
     alive, found = _alive(program), {}
     for line, _ in program.walk():
         if (block := line.block) is not None and block.part == "backward":

@@ -1,5 +1,5 @@
-"""The cut of an update taken over from another program: what blocks keep and how gradients add up change names around
-an update, not the update.
+"""Reuses the cut of an update from another program: what blocks keep and how gradients add up change names around an
+update, not the update.
 
 To cut an update is most of the work of rewriting a program, and under a memory budget there are many programs
 (fzero/lowering/variants.py).

@@ -1,5 +1,5 @@
-"""What the nodes of an update are: leaf arithmetic, of which there is much, or few numbers: scalars, keys, and vectors
-made of scalars."""
+"""Classifies nodes of the recorded update: per-parameter tensor arithmetic, or small global values (scalars, PRNG keys,
+stacked scalars)."""
 
 from __future__ import annotations
 

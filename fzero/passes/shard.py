@@ -1,5 +1,5 @@
-"""The rewrite that spreads a program over the mesh, for every parallel transform: they are one program with more or
-fewer leaves sharded.
+"""Spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves
+sharded.
 
 The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
 A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
@@ -304,7 +304,7 @@ class _Rewrite:
         )
 
     def _after_loop(self) -> list[Line]:
-        """What is left to reduce of what was added up: of shards over the axes that they are not sharded over, of the
+        """Remaining reductions of what was added up: of shards over the axes that they are not sharded over, of the
         rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():

@@ -1,5 +1,5 @@
-"""Updates that would wait for all gradients, such as for a norm to clip by, run on a guess instead, and again if it was
-wrong.
+"""Speculates on updates that would wait for all gradients, such as for a clipping norm: they run on a guess, and again
+if it was wrong.
 
 What is guessed is what the scalars come to if every reduction of gradients is zero: a norm below the clip, no overflow.
 So the update of a block runs right behind its backward, in the same function, and what rests on disk is written beside
@@ -44,7 +44,7 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
 
 
 def num_guessable(program: Program, tiers: Sequence[str]) -> int:
-    """How many updates `guess` would have on a guess."""
+    """The number of updates that `guess` would speculate on."""
     return len(_Guess(program, tiers).updates)
 
 

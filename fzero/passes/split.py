@@ -1,5 +1,5 @@
-"""The split of a block's joint graph in two: a forward that returns what is kept beside its outputs, and a vjp that
-takes it and recomputes the rest.
+"""Splits a block's joint graph in two: a forward that returns saved values beside its outputs, and a vjp that takes
+them and recomputes the rest.
 
 What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone
 enter, their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kept:
-    """What a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs of what the backward
-    recomputes."""
+    """The values that a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs of what the
+    backward recomputes."""
 
     nodes: frozenset[fx.Node]
     nbytes: int
@@ -57,7 +57,7 @@ class Split:
 
 
 class Choices:
-    """What can be kept of a block, for the gradients that are wanted. `alive`: outputs of the block that its
+    """The values that can be kept of a block, for the gradients that are wanted. `alive`: outputs of the block that its
     surroundings keep anyway."""
 
     def __init__(self, joint: Joint, grads: tuple[int, ...], alive: frozenset[int] = frozenset()):
@@ -89,7 +89,7 @@ class Choices:
         self._roots = roots
 
     def keep(self, nodes: Iterable[fx.Node]) -> Kept:
-        """What keeping these nodes means, exactly: those that the backward turns out not to read are not kept."""
+        """The exact consequences of keeping these nodes: those that the backward turns out not to read are not kept."""
         nodes = self.nbytes.keys() & set(nodes)
         needed = ancestors(self.grads, stop=self._stop | nodes)
         nodes = frozenset(nodes & needed)
@@ -106,7 +106,7 @@ class Choices:
 
     @functools.cached_property
     def min_cut(self) -> Kept:
-        """What PyTorch's min-cut partitioner keeps."""
+        """The choice of PyTorch's min-cut partitioner."""
         copy = extract(self.joint.graph, self.places, [*self.outputs, *self.grads], names=[n.name for n in self.places])
         recompute = {n.name for n in self._of_params}
         names = compat.min_cut(
@@ -150,7 +150,7 @@ class Choices:
         return [first, *within(first, last), last]
 
     def _cut(self, per_flop: int, per_byte: int) -> Kept:
-        """What to keep if a FLOP and a byte cost this much."""
+        """The nodes to keep if a FLOP and a byte cost this much."""
         import networkx as nx
 
         net = nx.DiGraph()

@@ -1,5 +1,5 @@
-"""The rewrite that lets leaves rest off the device: each line gets what it reads where it computes, and what it wrote
-goes back to where it rests.
+"""Inserts host and disk copies: every line's operands are brought to the tier it runs on, and written leaves are stored
+back to their home tier.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
 host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
@@ -154,19 +154,19 @@ def _updates(program: Program) -> list[Line]:
 
 
 def _totals(program: Program) -> set[str]:
-    """What loops over micro-batches add up."""
+    """The totals that loops over micro-batches add up."""
     return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
 
 
 def _no_gradients(program: Program) -> set[str]:
-    """What updates read beside gradients."""
+    """The values that updates read beside gradients."""
     made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
     return made | {v.name for v in program.inputs}
 
 
 def _known_last(program: Program, own: set[str]) -> set[str]:
-    """What the optimizer makes of reductions over gradients: it is known when the last gradient is. `own`: what is no
-    gradient."""
+    """Values of the optimizer that depend on reductions over gradients: known when the last gradient is. `own`: what is
+    no gradient."""
     found: set[str] = set()
     for line in program.lines:
         if line.by == "optimizer" and not line.writes:
@@ -176,7 +176,7 @@ def _known_last(program: Program, own: set[str]) -> set[str]:
 
 
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
-    """How many blocks whose state rests off the device are updated on the host, of how many."""
+    """The number of blocks whose state rests off the device are updated on the host, of how many."""
     updates = _updates(program)
     brought = {v.name for line in program.lines if line.op == "wait" for v in line.out}
     on_host = sum(line.on_host for line in updates)
@@ -278,8 +278,8 @@ class _Rewrite:
         return [*lines, *sums, *self._rest(line)]
 
     def _side(self, line: Line) -> str:
-        """Where a line of the optimizer runs: on the host, if most of the state that it reads rests off the device and
-        is not to be updated there, or if it reads sums that are there and writes nothing."""
+        """The side on which a line of the optimizer runs: on the host, if most of the state that it reads rests off the
+        device and is not to be updated there, or if it reads sums that are there and writes nothing."""
         if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
             return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
@@ -338,7 +338,7 @@ class _Rewrite:
     # --- moving ---
 
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
-        """What a line reads that is not on its tier: the names it gets there, and the lines that bring it."""
+        """Brings a line's operands that are not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         late, stored = line.is_backward or self._is_late(line), self._stored(line)
         absent = [
@@ -384,8 +384,8 @@ class _Rewrite:
         return {**shared, **found}, lines + more
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
-        """What a line writes and does not read needs a place on its tier, not its value: the copies that are computed
-        with."""
+        """Buffers for leaves that a line writes and does not read, which need a place on its tier, not their value: the
+        copies that are computed with."""
         unified = self.program.mesh.unified_memory
         names = [
             a
@@ -541,8 +541,8 @@ class _Rewrite:
     # --- what waits on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """What a block leaves for its backward, taken to the host, and the gradients for an update, as soon as all of
-        them are made."""
+        """Copies to the host of what a block leaves for its backward, and the gradients for an update, as soon as all
+        of them are made."""
         lines: list[Line] = []
         for names in (
             [v.name for v in line.out if v.name in self.saved],
@@ -571,8 +571,7 @@ class _Rewrite:
         return [] if any(a in self.leaving for a in together) else together
 
     def _added(self) -> list[Line]:
-        """What micro-batches make, added up on the host: a block later, when the device has another to run
-        meanwhile."""
+        """Sums of micro-batches on the host: a block later, when the device has another to run meanwhile."""
         lines, copies = list[Line](), dict[str, str]()
         if self.summands:
             copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)

@@ -1,2 +1,1 @@
-"""The plan: what a program costs, known before any device is touched: seconds, bytes on every wire, memory at every
-line."""
+"""Predicts the cost of a program before any device is touched: seconds, bytes on every wire, memory at every line."""

@@ -1,5 +1,5 @@
-"""The file that a machine's measured rates are kept in, and which machine it is good for. What measures them is
-measure/calibrate.py."""
+"""Reads and writes the file of a machine's measured rates, and identifies the machine it is valid for.
+measure/calibrate.py measures them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDO = "measure again on this machine: fzero calibrate"
 
 
 def calibration_path(device_type: str = "cpu") -> Path:
-    """Where this machine's calibration is kept: under $FZERO_CACHE, by default ~/.cache/fzero."""
+    """The path of this machine's calibration: under $FZERO_CACHE, by default ~/.cache/fzero."""
     where = os.environ.get("FZERO_CACHE", "")
     # "off" is about compiled functions
     folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"
@@ -38,8 +38,8 @@ def load_calibration(path: str | Path) -> Device:
     """The device of a calibration file.
 
     Raises:
-        FzeroValueError: a file that is no calibration, or one of another machine, torch version or format, showing both
-            sides.
+        FzeroValueError: a file that is not a calibration, or one of another machine, torch version or format, showing
+            both sides.
     """
     text = Path(path).read_text()
     try:
@@ -59,13 +59,13 @@ def load_calibration(path: str | Path) -> Device:
 
 
 def elsewhere(measured: Mapping[str, Any]) -> list[str]:
-    """How the machine of a calibration, `Device.machine`, differs from this one."""
+    """The differences between the machine of a calibration, `Device.machine`, and this one."""
     here = machine(str(measured.get("device_type", "cpu")))
     return [f"{k}: {measured.get(k)!r} in the file, {v!r} here" for k, v in here.items() if measured.get(k) != v]
 
 
 def machine(device_type: str) -> dict[str, Any]:
-    """What a calibration is valid for."""
+    """The machine that a calibration is valid for."""
     cuda = device_type == "cuda" and torch.cuda.is_available()
     return {
         "device_type": device_type,
@@ -78,7 +78,7 @@ def machine(device_type: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The processor's name for itself."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

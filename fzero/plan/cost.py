@@ -1,4 +1,4 @@
-"""Costs of a program: floating point operations and bytes of each line, from shapes alone; seconds, on a given device.
+"""Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
 
 [Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
 products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (inductor/fusion.py) /
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Cost:
-    """What running a function once costs.
+    """The cost of running a function once.
 
     Attributes:
         flops: floating point operations of its products, by the dtype they run in.
@@ -111,7 +111,7 @@ def _cost(function: Function, backend: str) -> Cost:
 
 
 def product_flops(node: fx.Node) -> float:
-    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is no product.
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
 
     They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
     scores that it computes again.
@@ -159,7 +159,7 @@ def on_host(line: Line, program: Program) -> bool:
 
 
 def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
-    """What a line that the host computes reads and writes there."""
+    """Bytes that a line which the host computes reads and writes there."""
     if line.fn:
         return cost_of(program.functions[line.fn], backend).bytes
     return OPS[line.op].touched(line, program.values_by_name, program.mesh)
@@ -237,8 +237,8 @@ def as_used(device: Device, program: Program) -> Device:
 
 
 def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """How many ranks of a group along `axes` share a host, where they are fewest. Ranks are row-major over the mesh's
-    axes."""
+    """The number of ranks of a group along `axes` that share a host, where they are fewest. Ranks are row-major over
+    the mesh's axes."""
     return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
 
 

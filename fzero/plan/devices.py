@@ -1,4 +1,4 @@
-"""Devices by name, and how one is found: by its name, in a calibration file, or this machine's.
+"""Looks up devices: by name, in a calibration file, or this machine's.
 
 A number is what a well-written program attains, not what a datasheet promises: `fzero calibrate` measures it, or it is
 the vendor's peak times a share that `source` states. A plan for a machine one does not have uses a device by name, or a
@@ -229,8 +229,8 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
         device_type: "cpu" or "cuda", for None.
 
     Raises:
-        FzeroValueError: an unknown name, listing the known ones; a file that is no calibration; numbers that a device
-            does not have.
+        FzeroValueError: an unknown name, listing the known ones; a file that is not a calibration; numbers that a
+            device does not have.
 
     Example:
         >>> get_device("h200").memory_bytes, get_device("h200,memory_bytes=96GB").memory_bytes
@@ -250,7 +250,7 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
         raise FzeroValueError(
             message(
                 "plan",
-                f"{name!r} is no device",
+                f"{name!r} is not a device",
                 fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file",
             )
         )
@@ -299,7 +299,7 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
             rate = 0
         if what not in _NUMBERS or not rate:
             problems.append(
-                f"{change}: " + (f"{text!r} is no size" if what in _NUMBERS else f"not one of {', '.join(_NUMBERS)}")
+                f"{change}: " + (f"{text!r} is not a size" if what in _NUMBERS else f"not one of {', '.join(_NUMBERS)}")
             )
             continue
         if what in _BANDWIDTHS:

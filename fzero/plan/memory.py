@@ -1,4 +1,4 @@
-"""What is alive at every line of a program, in bytes by role: an exact count, from the program alone.
+"""Counts the bytes alive at every line of a program, by role: exact, from the program alone.
 
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
@@ -222,7 +222,7 @@ class _Memory:
         return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
 
     def _lie(self, name: str, place: Place | None) -> _Storage:
-        """Where an argument of a transfer is read from: its place in the pool, which may be a copy."""
+        """The place that an argument of a transfer is read from: its place in the pool, which may be a copy."""
         return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
 
     def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
@@ -242,7 +242,7 @@ class _Memory:
 
 
 def roles(program: Program) -> dict[str, str]:
-    """What every value is for, one of `ROLES`."""
+    """The role of every value, one of `ROLES`."""
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
@@ -294,7 +294,7 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def _copies(program: Program) -> dict[str, str]:
-    """What each copy between tiers is a copy of, in the end: a leaf, or what a line made."""
+    """The origin of each copy between tiers: a leaf, or what a line made."""
     started: dict[str, Line] = {}
     out: dict[str, str] = {}
     for line, _ in program.walk():

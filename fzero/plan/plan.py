@@ -1,5 +1,4 @@
-"""The plan: what a program will cost, known before any device is touched: peak memory and where it occurs, bytes on
-every wire, a timeline.
+"""Plans a program before any device is touched: peak memory and its line, bytes on every wire, a timeline.
 
 It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program
 came about, nor run it.
@@ -80,7 +79,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step of a program costs a rank, predicted. Made by `fz.lower(...).plan` and `train.plan`.
+    """The predicted cost of one step of a program on a rank. Made by `fz.lower(...).plan` and `train.plan`.
 
     Attributes:
         name, mesh: of the program.
@@ -204,7 +203,7 @@ def plan(
     backend: str = "inductor",
     decisions: Sequence[Decision] = (),
 ) -> Plan:
-    """What a finished program costs each rank in one step. No device is touched.
+    """Predicts the cost of a finished program on each rank in one step. No device is touched.
 
     Args:
         program: lowered and ordered.
@@ -313,7 +312,7 @@ def fits(plan: Plan, budget: str | int) -> bool:
         budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
 
     Raises:
-        FzeroValueError: text that is no size.
+        FzeroValueError: text that is not a size.
 
     Example:
         >>> import torch, fzero as fz

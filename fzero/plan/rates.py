@@ -1,5 +1,5 @@
-"""A device as the plan sees it: how fast it multiplies, reads, copies and sends, and what it shares with others on its
-host.
+"""Describes a device to the plan: the rates at which it multiplies, reads, copies and sends, and what it shares with
+others on its host.
 
 [Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device
 are those of a rank that has its host alone; a plan gives each an equal share for as many ranks as the mesh has there.
@@ -53,8 +53,8 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """What the ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's threads are
-    on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
+    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's
+    threads are on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
 
     what: str
     sockets: int = 1
@@ -146,7 +146,7 @@ class Device:
         """The device of a calibration file's text, whatever machine it is of, or none; errors call the text `what`.
 
         Raises:
-            FzeroValueError: text that is no calibration.
+            FzeroValueError: text that is not a calibration.
         """
         try:
             data = json.loads(text)

@@ -1,4 +1,5 @@
-"""A plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not hold."""
+"""Renders a plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not
+hold."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def table(plan: Plan) -> str:
 
 
 def tables(plan: Plan) -> list[Table]:
-    """What `table` shows."""
+    """The contents of `table`."""
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),

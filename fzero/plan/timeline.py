@@ -1,4 +1,4 @@
-"""When every line of a program runs: a simulation of one rank's queues.
+"""Simulates the queues of one rank: the start and the end of every line of a program.
 
 [Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of
 its own: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What a simulation found; seconds and counts are of the whole step."""
+    """The result of a simulation; seconds and counts are of the whole step."""
 
     events: list[Event] = field(default_factory=list)
     step_seconds: float = 0.0
@@ -195,8 +195,8 @@ class _Simulation:
                 return
 
     def _ahead(self, begin: float) -> dict[str, float]:
-        """How long each link will still be busy when compute is not, and the host's thread; less than nothing of a
-        thread that was held in this turn."""
+        """Seconds for which each link will still be busy when compute is not, and the host's thread; less than nothing
+        of a thread that was held in this turn."""
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
 

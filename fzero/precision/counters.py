@@ -1,5 +1,4 @@
-"""What `mixed_precision("auto")` counts: how often each parameter's block overflows or underflows, as a part of the
-state.
+"""Counts overflows and underflows of each parameter's block for `mixed_precision("auto")`, as a part of the state.
 
 Counts are kept for parameters, not for blocks: how many those are is known before the step is traced, and it is
 parameters that are computed with in one dtype or another. Blocks that share a parameter move together, so they are
@@ -27,7 +26,7 @@ away."""
 
 
 class PrecisionState(NamedTuple):
-    """What the state remembers of its blocks' precision."""
+    """The counters of blocks' precision in a state."""
 
     overflows: torch.Tensor  # int32[number of parameters]
     underflows: torch.Tensor  # int32[number of parameters]

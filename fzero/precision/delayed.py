@@ -1,5 +1,5 @@
-"""Delayed scaling: operands of products in 8 bits are rounded by their largest magnitudes of the last steps, which are
-a part of the state.
+"""Scales operands of 8-bit products by their largest magnitudes of the last steps (delayed scaling), which are a part
+of the state.
 
 A slot is what the products with one parameter read besides it: its input, or the gradient of its output. Slots are kept
 for all parameters, for how many those are is known before the step is traced; what shares a slot, such as two calls of
@@ -26,7 +26,7 @@ FORMATS = (E4M3, E5M2)
 
 
 class Slot(NamedTuple):
-    """Which operand: of the products with the parameter at a position, the gradient or the input."""
+    """The slot of an operand: of the products with the parameter at a position, the gradient or the input."""
 
     param: int
     is_gradient: bool
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 
 
 class Fp8State(NamedTuple):
-    """What the state remembers of operands in 8 bits."""
+    """The history of 8-bit operands in a state."""
 
     # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first; 0:
     # none
@@ -77,7 +77,7 @@ def scales(shape: tuple[int, int, int], slots: tuple[tuple[Slot, ...], ...], dev
 
 
 class Operands:
-    """What is multiplied with some parameters in one function, as its products are replaced (precision/fp8.py).
+    """The operands multiplied with some parameters in one function, as its products are replaced (precision/fp8.py).
 
     Attributes:
         vector: the input with the scales, float32[2 n]: of each parameter those of its input and of the gradient of its
@@ -99,7 +99,8 @@ class Operands:
         return operand in self._number
 
     def number(self, operand: fx.Node, weight: fx.Node, dtype: torch.dtype) -> int:
-        """Which scale an operand is rounded by: that of the first parameter that it is multiplied with."""
+        """The number of the scale that an operand is rounded by: that of the first parameter that it is multiplied
+        with."""
         return self._number.setdefault(operand, self.EACH * self.weights.index(weight) + FORMATS.index(dtype))
 
     def found(self, largest: Mapping[int, fx.Node]) -> None:

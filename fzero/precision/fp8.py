@@ -1,4 +1,5 @@
-"""Products with selected parameters, done in 8 bits: a rewrite of what was recorded, before it is laid out as lines.
+"""Replaces products with selected parameters by products in 8 bits, in the recorded graph, before it is laid out as
+lines.
 
 Of each selected parameter three products are known by what they read and make: the one that reads it (through views and
 casts), the one that makes the gradient of its input, which reads it too, and the one whose result becomes its gradient.
@@ -44,7 +45,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class InFp8:
-    """Which products of a step are done in 8 bits.
+    """Selects the products of a step that are done in 8 bits.
 
     Attributes:
         selects: whether those with a parameter are.

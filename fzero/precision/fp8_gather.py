@@ -1,4 +1,4 @@
-"""Parameters that travel in 8 bits: the lines that round shards before they are gathered.
+"""Gathers parameters in 8 bits: the lines that round shards before they travel.
 
 A parameter that rests as a shard, and that nothing but products in 8 bits reads (precision/fp8.py), is cast to
 float8_e4m3fn by the scale of the whole. That is the largest of its shards' scales: `scales` makes one for each leaf of
@@ -136,7 +136,7 @@ def _block_of(weight: fx.Node) -> fx.Node:
 
 @functools.lru_cache(maxsize=256)
 def _scales(facts: tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...], device: torch.device) -> Recorded:
-    """Of leaves with these shapes and dtypes, in other dtypes, their scales."""
+    """The scales of leaves with these shapes and dtypes, in other dtypes."""
     mode = compat.FakeTensorMode()
     with mode:
         fakes = [compat.new_fake(mode, shape, dtype, device) for shape, dtype, _ in facts]

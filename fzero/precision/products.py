@@ -1,5 +1,4 @@
-"""Products of matrices in a recorded graph: which nodes they are, what they multiply, and which could be done in 8
-bits."""
+"""Finds products of matrices in a recorded graph: their nodes, their operands, and which could be done in 8 bits."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def factors(node: fx.Node) -> tuple[Any, ...]:
 
 
 def dims(matrices: Sequence[fx.Node]) -> tuple[int, int, int]:
-    """Of a product of two matrices: the rows of the first, what is summed over, the columns of the second."""
+    """The dims of a product of two matrices: the rows of the first, what is summed over, the columns of the second."""
     a, b = (f.meta["val"].shape for f in matrices)
     return a[-2], a[-1], b[-1]
 
@@ -55,14 +54,14 @@ def fits(node: fx.Node) -> bool:
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What a node has all elements of, in another shape, order or dtype."""
+    """The node whose elements a node has all of, in another shape, order or dtype."""
     while node.target in _VIEWS | _COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def unviewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a node is a view of all of, and the views, the last one last."""
+    """The node that a node is a view of all of, and the views, the last one last."""
     views: list[fx.Node] = []
     while node.target in _VIEWS:
         views.append(node)

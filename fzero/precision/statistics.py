@@ -1,4 +1,4 @@
-"""Watching precision: what the numbers of each block do, as a few statistics that a step computes on its way.
+"""Computes statistics of each block's numbers, by which precision is watched, as a part of the step.
 
 A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf
 belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with a number for
@@ -61,7 +61,7 @@ def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
 def gradient_statistics(
     watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """What the gradients of each watched block are like, in float32.
+    """Statistics of the gradients of each watched block, in float32.
 
     Args:
         watched: n blocks.
@@ -117,7 +117,7 @@ def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Ten
 
 
 def _above(names: Sequence[str]) -> str:
-    """What lies above all of these leaves in their tree."""
+    """The path that lies above all of these leaves in their tree."""
     above = [name.split(".")[:-1] for name in names]
     same = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*above, strict=False))
     return ".".join(keys[0] for keys in same)

@@ -1,2 +1,2 @@
-"""The program: a whole step as a list of lines; its ops, names and text, what aliases and outlives what, and the rules
-it is verified by."""
+"""Represents a whole step as a program, a list of lines: its ops, names and text, aliases and live ranges, and the
+rules it is verified by."""

@@ -1,4 +1,4 @@
-"""Aliases: which result of a line may lie in the memory of which of its arguments.
+"""Tells aliases: which result of a line may lie in the memory of which of its arguments.
 
 Of an op that calls no function its row says so (fzero/program/ops); of a function its recorded graph
 (fzero/trace/storages.py).
@@ -22,7 +22,7 @@ class Aliases:
         self._outputs: dict[str, list[Output]] = {}
 
     def outputs(self, name: str) -> list[Output]:
-        """Where each result of a function lies."""
+        """The place of each result of a function."""
         if name not in self._outputs:
             self._outputs[name] = output_storages(self._functions[name].graph)
         return self._outputs[name]

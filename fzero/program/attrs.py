@@ -1,4 +1,4 @@
-"""Attributes of lines: all that a line says beside its arguments and its results, a frozen dataclass an op.
+"""Defines the attributes of lines: all that a line says beside its arguments and its results, a frozen dataclass an op.
 
 A row of the op table names the class of its lines (`Op.attrs`, fzero/program/ops/base.py), and `misformed` refuses any
 other and any field that is not of its type. What many ops say is a base class here, which `Line` reads by a property
@@ -151,7 +151,7 @@ class UpdateAttrs(Attrs):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsAttrs(Counted):
-    """How often the lines of its own are carried out; as plans count, where that is settled at run time."""
+    """The number of times that its own lines are carried out; as plans count, where that is settled at run time."""
 
     count: int = field()
 

@@ -1,4 +1,4 @@
-"""The program: a whole training step as a list of lines.
+"""Defines the program: a whole training step as a list of lines.
 
 [Note: placements] How a value of a program relates to the mesh:
   whole          the same on every rank
@@ -99,7 +99,7 @@ class Placement:
 
 
 def resting(layout: Layout) -> Placement:
-    """How a leaf of this layout relates to the mesh."""
+    """The placement of a leaf of this layout."""
     return Placement("shard", layout.axes, grid=layout.grid) if layout.axes else WHOLE
 
 
@@ -109,7 +109,7 @@ MOVING = Placement("moving")
 
 @dataclass(frozen=True)
 class Value:
-    """What a line makes: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
+    """A result of a line: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
 
     name: str
     shape: tuple[int, ...]
@@ -193,7 +193,7 @@ class Line(Generic[A]):
 
     @property
     def scales(self) -> str:
-        """What it makes scales of 8 bits of, if it does."""
+        """The source of the 8-bit scales that it makes, if it does."""
         return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
 
     @property
@@ -218,7 +218,7 @@ class Line(Generic[A]):
 
     @property
     def count(self) -> int:
-        """How many turns or parts it says there are."""
+        """The number of turns or parts."""
         count = self.attrs.count if isinstance(self.attrs, Counted) else None
         return 1 if count is None else count
 

@@ -1,4 +1,4 @@
-"""From functions to a program: records loss, gradients and optimizer on abstract values and turns them into lines.
+"""Lays graphs out as lines: records loss, gradients and optimizer on abstract values and turns them into a program.
 
 What comes out is the step of one process in base form: every leaf whole, blocks unsplit (the forward is called, and
 its vjp recomputes it), one `update` for the whole optimizer. Every transform is a rewrite of this program.

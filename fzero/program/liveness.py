@@ -1,4 +1,4 @@
-"""Live ranges of program values, including reads by other ranks where ranks share memory.
+"""Computes live ranges of program values, including reads by other ranks where ranks share memory.
 
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another
 may still be reading. It has read all it needs once a later transfer over the same axis, started after that wait, has

@@ -1,4 +1,4 @@
-"""Names of a program: Python identifiers, each assigned once, none of which hides another.
+"""Names the values of a program: Python identifiers, each assigned once, none of which hides another.
 
 A program is Python that runs. Whatever a user calls a leaf (`class`, `step`, `0`) or a block (`wait`, `embed` beside a
 leaf `embed`), a name in it must be an identifier, and must not hide an argument, a primitive or a function that a later

@@ -1,4 +1,4 @@
-"""Printing a program: valid Python, with the dtype, shape and placement of every result beside it.
+"""Prints a program: valid Python, with the dtype, shape and placement of every result beside it.
 
 The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
 differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the
@@ -93,7 +93,7 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 
 def name_of(program: Program) -> str:
-    """Of the one function that a program's source defines."""
+    """The name of the one function that a program's source defines."""
     return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
 
 
@@ -282,7 +282,8 @@ def _all(p: Printed) -> str:
 
 
 def _repeats(templates: list[str], numbers: list[list[int]], start: int, period: int) -> int:
-    """How often the `period` statements from `start` on repeat, each number moving by the same amount every time."""
+    """The number of times that the `period` statements from `start` on repeat, each number moving by the same amount
+    every time."""
 
     def steps(k: int, turn: int) -> list[int]:
         here = start + turn * period + k

@@ -1,4 +1,4 @@
-"""The rules of a program, checked after every rewrite. A violation is a bug of the rewrite, never of the user.
+"""Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
 
 Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
 alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a
@@ -106,9 +106,9 @@ class _Checker:
                 self.bad(start, f"{name} is never waited for")
 
     def settle(self, line: Line) -> None:
-        """What a redo may read and write: leaves that were written on a guess are as they were if they rest on disk;
-        others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is taken
-        to be on the device."""
+        """Checks what a redo may read and write: leaves that were written on a guess are as they were if they rest on
+        disk; others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is
+        taken to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
         # is written and never read by an update
         computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}
@@ -202,8 +202,8 @@ class _Checker:
                 self.bad(line, f"{source} is {how} to {target}")
 
     def _tiers(self, line: Line, args: Sequence[Value]) -> None:
-        """What a line reads lies on the tier that it reads from, what it writes on the one it writes to, what it makes
-        where it computes."""
+        """Checks that a line's operands lie on the tier that it reads from, written leaves on the one it writes to,
+        results where it computes."""
         row = OPS[line.op]
         if isinstance(row, Copy):
             reads, writes = row.tiers(line)
@@ -224,7 +224,7 @@ class _Checker:
 
 
 def _row(line: Line) -> Op:
-    """What the table says of a line; of an op that it does not list, nothing."""
+    """The row of a line; an empty one for an op that the table does not list."""
     return OPS.get(line.op, _NOTHING)
 
 

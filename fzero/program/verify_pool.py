@@ -1,5 +1,5 @@
-"""The rules of the pool, checked on the finished program by going through it as it runs, two turns of a loop: not by
-how places were chosen.
+"""Verifies the pool of a finished program by going through it as it runs, two turns of a loop: not by how places were
+chosen.
 
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer
 is under way nobody writes what it reads or fills, and what other ranks read from shared memory stays as it is until

@@ -1,4 +1,4 @@
-"""Which values of a program share memory."""
+"""Tells which values of a program share memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fzero.program.ops import OPS, stays
 
 
 class Views:
-    """Which values share memory: a function may return views of what it is given, or of one tensor several."""
+    """Tells which values share memory: a function may return views of what it is given, or of one tensor several."""
 
     def __init__(self, program: Program):
         self._of: dict[str, str] = {}

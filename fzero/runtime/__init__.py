@@ -1,1 +1,1 @@
-"""Running: steps compiled for a mesh, their programs executed on batches."""
+"""Runs steps: compiled for a mesh, their programs executed on batches."""

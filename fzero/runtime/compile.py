@@ -1,4 +1,4 @@
-"""compile: a step on a mesh, ready to run."""
+"""Compiles a step for a mesh."""
 
 from __future__ import annotations
 

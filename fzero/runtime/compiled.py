@@ -1,4 +1,5 @@
-"""What training and evaluation on a mesh share. Owns what is made once: programs and functions, for each kind of batch.
+"""Holds the programs and functions of a compiled step, made once for each kind of batch: the common part of training
+and evaluation.
 
 It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
 """
@@ -130,7 +131,7 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """What the program that ran last costs each rank, as built for this machine's device."""
+        """The cost of the program that ran last on each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             functions = {
                 name: replace(f, graph=on_device(f.graph, self.mesh.device))
@@ -221,7 +222,7 @@ class Compiled:
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
-        """What the step's functions read now beside their arguments."""
+        """The settings of the step's functions: what they read now beside their arguments."""
         start = perf_counter()
         found = settings(*self._functions(), strict=False)
         self._looking = perf_counter() - start
@@ -252,7 +253,7 @@ class Compiled:
         return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
 
     def _rates(self) -> Budget | None:
-        """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts
+        """The rates that budgets and choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
         if self._budget is None and (
             self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)

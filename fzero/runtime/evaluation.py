@@ -1,4 +1,4 @@
-"""A forward-only step on a mesh."""
+"""Runs a forward-only step on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a program: its source, compiled once, over the functions and transfers it names.
+"""Executes a program: its source, compiled once, over the functions and transfers it names.
 
 What runs is the flat text of the program (`print(program)` shows it folded). Tracebacks show its lines.
 """
@@ -78,20 +78,20 @@ def _on_host(run: Callable[..., Any], function: Function, tiers: Tiers) -> Calla
 
 
 class _Running:
-    """What the ops of a program run on."""
+    """The surroundings that ops of a program run in."""
 
     def __init__(self, mesh: Mesh, carrier: Any, tiers: Tiers, batch_axes: tuple[str, ...]):
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
 
     @functools.cache  # noqa: B019  # lives as long as the program
     def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]:
-        """Where this rank's part of a flat leaf begins, how many elements it has, and how many with its padding."""
+        """The beginning of this rank's part of a flat leaf, its number of elements, and that with its padding."""
         leaf = Leaf("", "", shape, Layout(torch.float32, (axis,) if isinstance(axis, str) else axis))
         start, stop = leaf.valid_range(self.mesh)
         return start, stop - start, leaf.shard_numel(self.mesh)
 
     def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
-        """What a transfer brought, of whichever kind it is."""
+        """The results of a transfer of any kind."""
         return moving.wait(into) if isinstance(moving, Arriving) else self.carrier.wait(moving, into, together)
 
 

@@ -1,5 +1,5 @@
-"""mixed_precision("auto") when a step is restored or built: which parameters are computed with in float32 from then on,
-by the counts of the state."""
+"""Applies mixed_precision("auto"): when a step is restored or built, parameters whose overflow or underflow counter
+reached the limit are promoted to float32."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Safer:
         return found
 
     def explained(self, lowered: Lowered, step: Step, params: Inputs) -> Lowered:
-        """What was lowered with the blocks that moved, and why, among its decisions; the log hears of them when they
+        """Adds the blocks that moved, and why, to the decisions of what was lowered; the log hears of them when they
         change."""
         if self._counts is None or lowered.watched is None:
             return lowered
@@ -92,7 +92,7 @@ def _renew(scale: LossScaleState, scaling: LossScale, counts: PrecisionState) ->
 
 
 def _decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionState) -> tuple[Decision, ...]:
-    """Which blocks of a resolved step compute in float32, and why."""
+    """The blocks of a resolved step that compute in float32, with the reasons."""
     record = find(step.transforms, MixedPrecision)
     if record is None or not record.safer:
         return ()

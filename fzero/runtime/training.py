@@ -1,4 +1,4 @@
-"""A training step on a mesh: it makes states, or restores them, and carries them on, batch by batch."""
+"""Runs a training step on a mesh: it makes or restores states and carries them on, batch by batch."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class CompiledStep(Compiled):
             self._resolved, self._chosen, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
-        """What stands in a new state for the leaves off the device."""
+        """Places in a new state for the leaves off the device."""
         self._last.let_go()  # a state that nobody else holds any more makes room for the new one
         self._guesses = (None, None, False)
         return storage.reserve(self.resolved, self.mesh, self.limits, params, opt_state, owner)
@@ -261,7 +261,7 @@ class CompiledStep(Compiled):
             memory: for small models and tests.
 
         Raises:
-            FzeroTypeError: what is no state.
+            FzeroTypeError: what is not a state.
             DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
@@ -322,7 +322,8 @@ class CompiledStep(Compiled):
         return state, metrics if limits is None else {**metrics, **limits.metrics}
 
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
-        """What a step of this state on such a batch runs: lowered and built, if it was not yet, and not run."""
+        """The executable that a step of this state on such a batch runs: lowered and built, if it was not yet, and not
+        run."""
         params = self._inputs(state)
         if not self._last.begun:
             self._begin(state, params)
@@ -383,7 +384,7 @@ class CompiledStep(Compiled):
         )
 
     def _make_safer(self, state: State, params: Inputs) -> None:
-        """What a program is built of goes by the counts of the state at hand."""
+        """Promotes blocks by the counts of the state at hand, before a program is built."""
         self._resolved = self._safer.before_build(self.resolved, params, state)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
@@ -423,7 +424,7 @@ class CompiledStep(Compiled):
         """
         if problems := count("steps", steps):
             raise FzeroValueError(
-                message("profile", "these arguments cannot work", problems, "e.g. train.profile(state, batch, steps=3)")
+                message("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
             )
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)

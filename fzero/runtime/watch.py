@@ -1,5 +1,5 @@
-"""What the host looks at beside a step: parameters that are not finite at the start, a loss scale that cannot be
-lowered any more, and new values of leaves that must agree and do not.
+"""Watches scalars of a running step on the host: parameters that are not finite at the start, a loss scale at its
+minimum, new values of leaves that must agree and do not.
 
 None waits for the device within a step: the first is asked once, the others are read when they have arrived.
 """

@@ -1,1 +1,1 @@
-"""The state of a run: its leaves initialised, stored on their tiers, assembled, moved and gathered."""
+"""Manages the state of a run: its leaves initialised, stored on their tiers, assembled, moved and gathered."""

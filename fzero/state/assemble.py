@@ -1,5 +1,4 @@
-"""What the states of a step look like: how one is put together of its leaves, its leaf tables, and how they differ from
-those that the step expects."""
+"""Assembles states from leaves, and lists the differences between a state and the one that a step expects."""
 
 from __future__ import annotations
 
@@ -194,8 +193,8 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """How the leaves of a state differ from those that a step expects; tied leaves rest as the first of them. `bare`:
-    see `unplaced`."""
+    """The differences between the leaves of a state and those that a step expects; tied leaves rest as the first of
+    them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -208,7 +207,7 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """How what is made anew, and the slots, of a state differ from those that a step expects."""
+    """The differences between the extras of a state, made anew or slots, and those that a step expects."""
     roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in SLOTS}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
     here = {x.path: x for x in found}
@@ -247,7 +246,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """How a leaf rests; its tier only if that is what sets it apart from the other."""
+    """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""

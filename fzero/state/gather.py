@@ -1,4 +1,4 @@
-"""The whole state on every rank: for small models, tests and looking."""
+"""Gathers the whole state on every rank: for small models, tests and inspection."""
 
 from __future__ import annotations
 

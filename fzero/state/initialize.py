@@ -1,4 +1,4 @@
-"""Birth of a state: each leaf made as it rests, put where it rests, and dropped before the next one.
+"""Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
 leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked
@@ -78,7 +78,7 @@ def _leaves(
     mesh: Mesh,
     put: Put,
 ) -> dict[int, torch.Tensor]:
-    """What the graph returns, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come
+    """The results of the graph, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come
     as shards, and of what."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
@@ -130,7 +130,7 @@ def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
 
 
 def _cut_of(leaf: Leaf, mesh: Mesh) -> Cut | None:
-    """How a leaf is cut; None if it rests whole."""
+    """The cut of a leaf; None if it rests whole."""
     return Cut(leaf.layout.axes, leaf.num_shards(mesh), mesh.axis_size(leaf.layout.grid)) if leaf.layout.axes else None
 
 

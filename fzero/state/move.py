@@ -1,4 +1,4 @@
-"""move: a state to another tier and back, between phases of a run."""
+"""Moves a state to another tier and back, between phases of a run."""
 
 from __future__ import annotations
 

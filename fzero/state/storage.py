@@ -1,5 +1,4 @@
-"""Where the leaves of a state rest: the memory of those in host memory, the files of those on disk, and what is put
-there.
+"""Allocates the leaves of a state on their tiers, host memory or files, and writes them there.
 
 A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and
 values are put into it.
@@ -47,8 +46,8 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
 def reserve(
     step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str
 ) -> dict[str, torch.Tensor]:
-    """What stands in a new state for the leaves off the device; raises if the state is more than the budgets, before
-    any leaf is made.
+    """Reserves places in a new state for the leaves off the device; raises if the state is more than the budgets,
+    before any leaf is made.
 
     Args:
         step: what rests where is decided.

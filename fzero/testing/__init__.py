@@ -1,4 +1,4 @@
-"""Whether a transformed step does what the plain one does: for a user's tests, and before a long run."""
+"""Checks that a transformed step equals the plain one: for a user's tests, and before a long run."""
 
 from fzero.testing.check import check_equivalent
 from fzero.testing.report import Blame, Difference, FirstLine, Report

@@ -1,5 +1,5 @@
-"""Where a difference begins: which transform brings it in, and which line of the program is the first whose value
-differs.
+"""Searches for the cause of a difference: the transform that brings it in, and the first line of the program whose
+value differs.
 
 Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then
 dropped from what is left, one by one. Without a parallel transform a step runs on each rank by itself, on the whole
@@ -36,7 +36,7 @@ from fzero.transforms.shard import Parallel
 
 
 def blame(setting: Setting, report: Report) -> Blame:
-    """Where the difference of a report begins; all ranks call it together."""
+    """Finds the beginning of a report's difference; all ranks call it together."""
     step = min((d.step for d in report.differences if not d.ok), default=setting.steps)
     s = replace(setting, steps=step)  # what differs after it follows from that
     if s.backend != "eager" and _same(replace(s, backend="eager")):
@@ -66,7 +66,7 @@ _OF_STATISTICS = (
     "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
 )
 _AUX = (
-    "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is no mean "
+    "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is not a mean "
     "over dim 0"
 )
 _NO_LINE = (
@@ -135,7 +135,7 @@ def _is_mean(s: Setting) -> bool:
 
 
 def _batches(s: Setting) -> tuple[int, list[Any]]:
-    """How many parts, ranks x micro-batches, the global batch is cut in, and they."""
+    """The number of parts, ranks x micro-batches, that the global batch is cut in, and the parts."""
     record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     flat, structure = tree.flatten(s.whole_batch)
@@ -194,7 +194,7 @@ def _reference(
     program: Program,
     names: Sequence[str],
 ) -> tuple[Reference, tuple[str, ...]]:
-    """What the coming step means, from the state that the transformed step has come to."""
+    """The meaning of the coming step, from the state that the transformed step has come to."""
     axes = zero_of(s.step, s.mesh).batch_axes
     precise = isinstance(culprit, PRECISIONS)  # then its own casts are what is in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))

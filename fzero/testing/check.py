@@ -1,4 +1,4 @@
-"""check_equivalent: the transformed step and the plain one side by side."""
+"""Runs the transformed step and the plain one side by side, and compares their leaves (`check_equivalent`)."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _without_precision(step: Step) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared on what: the arguments of `check_equivalent`, settled.
+    """The setting of a comparison: the arguments of `check_equivalent`, settled.
 
     Attributes:
         params: the tree, with whole leaves, on the mesh's device.
@@ -258,7 +258,7 @@ def _text(base: Program) -> str:
 
 
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
-    """What the plain step does, and how far its leaves may lie off: see [Note: tolerance]."""
+    """The trajectory of the plain step, and the tolerances of its leaves: see [Note: tolerance]."""
     grads: list[list[torch.Tensor]] = []
     exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
     seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
@@ -334,7 +334,7 @@ def overflowed(metrics: dict[str, Any]) -> bool:
 
 
 def most_skipped(step: Step) -> int:
-    """How many steps a loss scale may skip until it is low enough; one that never moves would skip all."""
+    """The number of steps that a loss scale may skip until it is low enough; one that never moves would skip all."""
     scale = record.scaling if (record := find(step.transforms, MixedPrecision)) else None
     if scale is None or scale.backoff_factor == 1:
         return 0
@@ -354,7 +354,7 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
 
 
 def rows(batch: Any, record: Accumulate | None) -> list[bool]:
-    """Of each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
+    """For each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
     them."""
     return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
 
@@ -375,7 +375,7 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
 
 
 def everyones(mine: list[Any], mesh: Mesh) -> list[list[Any]]:
-    """What each rank has to say, on every rank."""
+    """The notes of each rank, on every rank."""
     if mesh.size == 1:
         return [mine]
     everyone: list[list[Any]] = [[]] * mesh.size
@@ -392,7 +392,7 @@ def _states(step: Step, state: State, batch: Any, steps: int) -> list[dict[str, 
 
 
 def _farthest(runs: Sequence[torch.Tensor], x: torch.Tensor) -> float:
-    """How far some run moved each element, as one norm. An element that is not finite may be anything."""
+    """The farthest that any run moved each element, as one norm. An element that is not finite may be anything."""
     off = torch.stack([(run.to(torch.float64) - x.to(torch.float64)).abs() for run in runs]).amax(0)
     return norm(off.nan_to_num(nan=0.0, posinf=0.0))
 

@@ -1,5 +1,4 @@
-"""What the lines of a program mean, line by line: the slow and simple way of running it that the fast one is compared
-with.
+"""Interprets a program line by line: the slow and simple semantics that the fast run is compared with.
 
 Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
 start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
@@ -52,7 +51,7 @@ class Interpreter:
         self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
 
     def valid_range(self, line: Line) -> tuple[int, int]:
-        """Which elements of the flattened leaf that a line is about are this rank's."""
+        """The range of the flattened leaf that a line is about which is this rank's."""
         return Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes)).valid_range(self.mesh)
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter

@@ -1,4 +1,4 @@
-"""The first line of a program whose value is not what it should be.
+"""Finds the first line of a program whose value is wrong.
 
 [Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are
 then run by the interpreter, from the same state: what the program *says* (interpret.py). And the base program of the
@@ -35,7 +35,7 @@ _REPEATED = re.compile(r"_micro_\d+$|_total_0$")
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a value stands for: a value of the base program summed over parts of the global batch, or, without parts, an
+    """The meaning of a value: a value of the base program summed over parts of the global batch, or, without parts, an
     input or a result of the step.
 
     `casts`: the dtypes it went through since.
@@ -48,8 +48,8 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a step means: the values of the base program for each part of the global batch, the leaves before and the
-    results after, with their tolerances.
+    """The meaning of a step: the values of the base program for each part of the global batch, the leaves before and
+    the results after, with their tolerances.
 
     Attributes:
         parts: for each part the values by name.
@@ -164,7 +164,7 @@ def _compare(entry: Ran, name: str, told: Interpreter, meanings: _Meanings, diff
 
 
 class _Meanings:
-    """What each name of a program stands for, followed through its lines."""
+    """The meanings of a program's names, followed through its lines."""
 
     def __init__(self, program: Program, mesh: Mesh, reference: Reference, axes: tuple[str, ...]):
         self._program, self._mesh, self._reference, self._axes = program, mesh, reference, axes
@@ -185,7 +185,7 @@ class _Meanings:
         return self._started.pop(handle)
 
     def same(self, name: str, source: str) -> None:
-        """What another value stands for."""
+        """Takes over the meaning of another value."""
         self._set(name, self._of.get(source))
 
     def part(self, name: str, source: str, micro: int) -> None:
@@ -227,7 +227,7 @@ class _Meanings:
     # --- what values should be ---
 
     def expected(self, name: str) -> tuple[torch.Tensor, float] | None:
-        """What a name should be on this rank, and its tolerance; None where nobody can tell."""
+        """The expected value of a name on this rank, and its tolerance; None where nobody can tell."""
         meaning, reference = self._of.get(name), self._reference
         if meaning is None:
             return None
@@ -300,7 +300,7 @@ def norm(x: torch.Tensor) -> float:
 
 
 def _rounding(got: torch.Tensor, want: torch.Tensor, mesh: Mesh, loose: float) -> float:
-    """How far the same sum may lie off when it is taken in another order, or by a function that was compiled."""
+    """The tolerance of the same sum when it is taken in another order, or by a function that was compiled."""
     return max(unit(got.dtype) * 4 * LAMBDA * mesh.size**0.5, loose if got.is_floating_point() else 0.0) * norm(want)
 
 

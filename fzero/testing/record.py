@@ -1,5 +1,5 @@
-"""What a program really read and made, line by line: copies taken around every function and transfer that its source
-names, while it runs.
+"""Records the values that a running program reads and makes, line by line: copies taken around every function and
+transfer that its source names.
 
 Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do
 without.

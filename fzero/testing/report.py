@@ -1,4 +1,4 @@
-"""What a comparison found, as a value that prints as a table."""
+"""Defines the result of a comparison, a value that prints as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a leaf of the transformed step lies from that of the plain one, at the first step after which that is
+    """The distance of a leaf of the transformed step from that of the plain one, at the first step after which that is
     more than it may, or else the most.
 
     Example:
@@ -73,7 +73,7 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Blame:
-    """Where a difference begins.
+    """The beginning of a difference.
 
     Attributes:
         transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs
@@ -174,7 +174,7 @@ class Report:
         return out
 
     def remarks(self) -> Sequence[str]:
-        """What is said below the tables, a line each."""
+        """The remarks below the tables, a line each."""
         lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
         if self.skipped:
             lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")

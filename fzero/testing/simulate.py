@@ -88,7 +88,7 @@ def simulate(
 
 @dataclass
 class _Board:
-    """Where ranks leave values for each other; all of them come to every exchange."""
+    """Exchanges values between ranks; all of them come to every exchange."""
 
     ranks: Sequence[Mesh]
     barrier: threading.Barrier

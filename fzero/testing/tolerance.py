@@ -1,5 +1,5 @@
-"""How far two ways of carrying out one step may lie apart: from dtypes and the lengths of reductions, through what the
-step itself makes of an error.
+"""Derives tolerances for two ways of carrying out one step: from dtypes and the lengths of reductions, through the
+step's own amplification of an error.
 
 [Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the
 relative error of n of them in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
@@ -81,7 +81,7 @@ def unit(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Roundoff:
-    """Of a step: the relative error that one carrying out of it has, and what it comes from. See [Note: tolerance]."""
+    """The relative error of one execution of a step, and what it comes from. See [Note: tolerance]."""
 
     chain: int  # the longest chain of summations and operations
     parts: int  # ranks x micro-batches
@@ -112,7 +112,7 @@ class Roundoff:
 
 
 def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
-    """That of a step.
+    """The round-off of a step.
 
     Args:
         step: with its transforms.
@@ -153,7 +153,7 @@ def _chain(graph: torch.fx.Graph) -> int:
 
 
 def _roundings(node: torch.fx.Node) -> int:
-    """Of one operation: the length of its reduction, 1 if it has none, and 0 if nothing is computed."""
+    """The roundings of one operation: the length of its reduction, 1 if it has none, and 0 if nothing is computed."""
     value = node.meta.get("val")
     if (
         node.op != "call_function"
@@ -235,7 +235,7 @@ def with_gradients(
 def noise(
     exact: Sequence[Sequence[torch.Tensor]], runs: Sequence[Sequence[Sequence[torch.Tensor]]]
 ) -> list[list[torch.Tensor]]:
-    """Of each step the noise of each gradient, element by element: see [Note: tolerance]. A gradient that is 0 in all
+    """The noise of each gradient in each step, element by element: see [Note: tolerance]. A gradient that is 0 in all
     runs has none."""
     out = []
     for t, grads in enumerate(exact):

@@ -1,1 +1,1 @@
-"""Tracing: functions of tensors become graphs of ATen operations. Knows nothing of programs."""
+"""Traces functions of tensors into graphs of ATen operations. Knows nothing of programs."""

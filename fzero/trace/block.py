@@ -1,4 +1,4 @@
-"""Blocks: the unit of gathering, rematerialisation and compilation.
+"""Traces blocks, the unit of gathering, rematerialisation and compilation.
 
 `block(fn)` is `fn`, except while a step is traced: there a call is one line of the program, and the function itself is
 traced once per signature, forward and backward together, aside. So the program of a 64-layer model has a few hundred
@@ -44,12 +44,12 @@ from fzero.trace.untouched import without_gradients
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
-    """What a block's forward is in a recorded graph. Never run: lowering turns it into a line."""
+    """The node of a block's forward in a recorded graph. Never run: lowering turns it into a line."""
     raise AssertionError("a recorded block call is not executable")
 
 
 def call_vjp(joint: Joint, call: int, *inputs_and_tangents: torch.Tensor) -> Any:
-    """What a block's backward is in a recorded graph: the gradients of `joint.diff` given inputs and tangents."""
+    """The node of a block's backward in a recorded graph: the gradients of `joint.diff` given inputs and tangents."""
     raise AssertionError("a recorded block call is not executable")
 
 
@@ -284,7 +284,7 @@ class Blocks:
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
 
     def _read_outside(self, fn: Any) -> Settings:
-        """What the function that is traced reads beside its arguments, outside of blocks."""
+        """The settings that the traced function reads beside its arguments, outside of blocks."""
         body = fn.func if isinstance(fn, functools.partial) else fn
         owners = [fn, body, getattr(body, "__func__", fn)]
         return settings(
@@ -294,7 +294,7 @@ class Blocks:
         )
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """What the block itself calls each tensor it is given, and which leaf that is: `p['w'] =
+        """The block's own name of each tensor it is given, and the leaf that it is: `p['w'] =
         params['blocks'][0]['w']`, `x`."""
         trees = _arguments(fn, params, args, kwargs)
         own = _tensors_in(trees)
@@ -308,7 +308,7 @@ class Blocks:
 
 
 class _Results(NamedTuple):
-    """Of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
+    """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
 
     made: list[torch.Tensor]
     structure: tree.TreeSpec
@@ -318,8 +318,9 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Body:
-    """What a block does, as a function of a flat list of tensors, and under which of PyTorch's settings. `places` has,
-    for each leaf of its arguments, the number of the tensor that it is; where it is None, `constants` has the leaf."""
+    """The body of a block as a function of a flat list of tensors, with PyTorch's settings that it runs under. `places`
+    has, for each leaf of its arguments, the number of the tensor that it is; where it is None, `constants` has the
+    leaf."""
 
     fn: Callable[..., Any]
     owner: str
@@ -450,8 +451,8 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
 
 
 def _of_results(graph: Recorded) -> Any:
-    """What a function's results are made by. An operation without results, such as the checks of torch.linalg, is none
-    of that."""
+    """The operations that make a function's results. An operation without results, such as the checks of torch.linalg,
+    is none of that."""
     merge_equal(graph.graph)
     return Part(graph, graph.inputs, graph.outputs).signature
 

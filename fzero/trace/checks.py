@@ -1,5 +1,5 @@
-"""Conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss` and
-`torch.distributions`.
+"""Recognises conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss`
+and `torch.distributions`.
 
 A trace cannot know whether one holds, and a program does not raise: it takes the branch that does not, and where the
 condition holds, what the function returns is NaN, and so are its gradients. A step says it by its metric `finite`.
@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def collected() -> Iterator[list[torch.Tensor]]:
-    """What is noted inside, bool[] each: whether the function would have raised."""
+    """The conditions noted inside, bool[] each: whether the function would have raised."""
     failed: list[torch.Tensor] = []
     token = _failed.set(failed)
     try:

@@ -1,5 +1,5 @@
-"""PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: what of it decides which code is
-made and what it does.
+"""Reads PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: the parts of it that
+decide which code is made and what it does.
 
 It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
 `Setting` that it was made with.
@@ -15,7 +15,7 @@ from fzero import compat
 
 
 class Setting(NamedTuple):
-    """How the switch stands. `fill`: whether memory that nobody has written yet is filled with NaN."""
+    """The position of the switch. `fill`: whether memory that nobody has written yet is filled with NaN."""
 
     enabled: bool
     warn_only: bool
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
 
 def setting() -> Setting:
-    """Of this process, now."""
+    """The setting of this process, now."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return Setting(
         enabled,

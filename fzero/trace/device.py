@@ -1,4 +1,4 @@
-"""Functions as a device runs them: which of their operations it has not, and what it does instead.
+"""Replaces operations that a device lacks, and those whose order of summation it leaves open.
 
 Whoever runs a function and whoever predicts what it takes ask here, so that both see the same one.
 """
@@ -90,7 +90,7 @@ def on_host(graph: Recorded) -> Recorded:
 
 
 def _nowhere(value: Any) -> Any:
-    """What a value looks like, on no device."""
+    """The metadata of a value, on no device."""
     return (
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

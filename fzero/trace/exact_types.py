@@ -1,4 +1,4 @@
-"""Comparisons of types in a function's text: a tensor that is traced is of a class of its own, which `type(x) is
+"""Rewrites comparisons of types in a function's text: a traced tensor is of a class of its own, which `type(x) is
 torch.Tensor` would tell from others."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def check_types(owner: str, fn: Any) -> None:
 
 @functools.cache
 def _compared(code: CodeType) -> tuple[tuple[str, int], ...]:
-    """Where a code, or one inside it, compares a type with that of tensors. A code without a file is not read."""
+    """The places where a code, or one inside it, compares a type with that of tensors. A code without a file is not
+    read."""
     found = [place for inner in code.co_consts if isinstance(inner, CodeType) for place in _compared(inner)]
     for x in dis.get_instructions(code):
         at = x.positions if x.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") else None

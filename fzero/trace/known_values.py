@@ -1,5 +1,5 @@
-"""Values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made by
-`torch.ones(4, 4).triu()`.
+"""Tracks values that a trace knows though its tensors have none: of operations on literals alone, such as a mask made
+by `torch.ones(4, 4).triu()`.
 
 What Python, or a shape, asks of such a tensor is answered by computing it. What depends on an argument of the function
 is not known.
@@ -25,8 +25,8 @@ class Unknown(Exception):
 
 
 class Known:
-    """What can be computed of a graph that is being recorded: from its literals, in its order, in place where it works
-    in place."""
+    """Computes what is known of a graph that is being recorded: from its literals, in its order, in place where it
+    works in place."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
         self._constants = constants
@@ -35,7 +35,7 @@ class Known:
         self._lost: set[int] = set()  # memory that something unknown was written to
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives, from arguments in which nodes stand for tensors.
+        """The result of an operation, from arguments in which nodes stand for tensors.
 
         Raises:
             Unknown: it depends on more than literals.

@@ -1,4 +1,4 @@
-"""What an operation gives on fake tensors, remembered.
+"""Memoises shape inference for fake tensors.
 
 A model has a few hundred leaves of a handful of shapes, and an optimizer does the same dozen operations with each. The
 shape, strides, dtype and device of a result depend on the operator, on those of its arguments and on its other
@@ -74,8 +74,8 @@ _SHARING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.lift_fresh_
 
 
 def _facts(value: Any) -> Any:
-    """What of an argument decides the metadata of a result. A tensor that says more than its metadata is like no
-    other."""
+    """The facts of an argument that decide the metadata of a result. A tensor that says more than its metadata is like
+    no other."""
     if isinstance(value, torch.Tensor):
         return compat.fake_metadata(value) or object()
     if isinstance(value, (tuple, list)):

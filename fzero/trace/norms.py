@@ -1,4 +1,4 @@
-"""Batch norms as a CPU runs them: it has none whose weight has another floating-point dtype than the running
+"""Widens batch norms on a CPU, which has none whose weight has another floating-point dtype than the running
 statistics.
 
 Under `mixed_precision` weights are computed with in bfloat16 or float16, and statistics, which the forward makes anew,

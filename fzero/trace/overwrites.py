@@ -1,5 +1,5 @@
-"""What operators overwrite of their arguments; those whose schema denies it as a functional operator and a copy to each
-argument, which say so.
+"""Finds the arguments that operators overwrite; an operator whose schema denies it becomes a functional one and a copy
+to each argument.
 
 PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and
 `instance_norm` end in one of these.

@@ -1,11 +1,13 @@
-"""Sharding a pure function by propagation: an optimizer's update, its init, an init function.
+"""Propagates sharding through a pure function: an optimizer's update, its init, an init function.
 
 A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to its shards:
   pointwise operations    run on the shards, with whole scalars beside them
   blocks of 256           lie within shards: what is the same for a block, or made of it, is too
-  (fzero/operators/quant_blocks.py) views                   are nothing: a flat shard has no shape to change
-  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of that
-  leaf constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
+                          (fzero/operators/quant_blocks.py)
+  views                   are nothing: a flat shard has no shape to change
+  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of
+                          that leaf
+  constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
 Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
 that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
 
@@ -452,7 +454,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
-    """What a rank has of a node, cut so or whole."""
+    """A rank's part of a node, cut so or whole."""
     value = node.meta["val"]
     if shard is None or not isinstance(value, torch.Tensor):
         return value

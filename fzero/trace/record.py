@@ -1,4 +1,4 @@
-"""Recording: running a function on fake tensors and writing down every ATen operation it does.
+"""Records a function: runs it on fake tensors and writes down every ATen operation.
 
 `Recorder` sits below autograd, so what it writes down is the forward and the backward alike, in the order they run. It
 knows tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its
@@ -289,7 +289,7 @@ class Recorder(compat.TorchDispatchMode):
             )
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
-        """What was recorded, as a function with these results."""
+        """The recorded function with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
@@ -339,8 +339,11 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.remembering():
+        try:  # what `remembering` does, which would take as long as the rest
             return self._dispatch(func, types, args, kwargs)
+        except TraceError as error:
+            self.refused = self.refused or error
+            raise
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -440,8 +443,8 @@ class Recorder(compat.TorchDispatchMode):
         return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _answer(self, func: Any, args: Any, node_args: Any, node_kwargs: Any) -> Any:
-        """What depends on values, where these are known, or decide whether the function raises and nothing else. None:
-        it cannot be said."""
+        """The answer to a question about values, where these are known, or decide whether the function raises and
+        nothing else. None: it cannot be said."""
 
         def known(op: Any, *nodes: Any, **kwargs: Any) -> Any:
             try:
@@ -490,8 +493,8 @@ class Recorder(compat.TorchDispatchMode):
         return out
 
     def _nan_where_singular(self, info: torch.Tensor) -> None:
-        """Where PyTorch raises because a matrix is singular or not positive definite, what was computed of it is NaN: a
-        program does not raise."""
+        """Makes results NaN where PyTorch raises because a matrix is singular or not positive definite: a program does
+        not raise."""
         call = self.node(info).args[0]
         of_call = {
             id(x): n

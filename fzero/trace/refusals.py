@@ -1,5 +1,5 @@
-"""What stops a trace, in this library's words: the user's own line, the operands with the leaves they come from, and a
-way out.
+"""Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
+and a way out.
 
 PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it
 is.
@@ -119,26 +119,10 @@ class Calls(TorchFunctionMode):
         self._traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._traced.remembering():
-            if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-                # no operation, and so in no trace
-                raise TraceError(
-                    message(
-                        self._traced.owner,
-                        "assigns to .data",
-                        self._traced.here(),
-                        "return the new value instead, or x.copy_(y)",
-                    )
-                )
-            if func in _FACTS and _asked_by_user(sys._getframe(1)):
-                self._traced.check_read(_FACTS[func], args[0])
-            if func in _LAYOUTS and _asked_by_user(sys._getframe(1)):
-                self._traced.check_layout(args[0])
-            if func is torch.Tensor.__reduce_ex__ or (
-                func in _TEXTS and _asked_by_user(sys._getframe(1)) and not checks.raises(asking_frame())
-            ):
-                raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
-        if func in CTC_LOSS:
+        if func in _LOOKED_AT:  # few are, and the trace of a deep model calls ten thousands
+            with self._traced.remembering():
+                self._look(func, args, sys._getframe(1))
+        elif func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
         try:
             return func(*args, **(kwargs or {}))
@@ -150,8 +134,22 @@ class Calls(TorchFunctionMode):
                 self._traced.refused = self._traced.refused or error
             raise
 
+    def _look(self, func: Any, args: Any, caller: FrameType) -> None:
+        """Raises if a call does what no trace sees, or asks what none can answer."""
+        if func == _SETS_DATA:  # no operation, and so in no trace
+            what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
+            raise TraceError(message(self._traced.owner, what, self._traced.here(), fix))
+        if func in _FACTS and _asked_by_user(caller):
+            self._traced.check_read(_FACTS[func], args[0])
+        if func in _LAYOUTS and _asked_by_user(caller):
+            self._traced.check_layout(args[0])
+        if func is torch.Tensor.__reduce_ex__ or (
+            func in _TEXTS and _asked_by_user(caller) and not checks.raises(asking_frame())
+        ):
+            raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
+
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
-        """What is wrong with making a text or a pickle of a tensor."""
+        """Refuses to make a text or a pickle of a tensor."""
         where = [*self._traced.here(), described(x, self._traced.named(x))]
         return (
             f"needs the value of a tensor while being traced ({_TEXTS[func]})",
@@ -188,6 +186,8 @@ def _facts() -> dict[Any, str]:
 
 
 _FACTS = _facts()
+_SETS_DATA = torch.Tensor.data.__set__
+_LOOKED_AT = frozenset((*_FACTS, *_LAYOUTS, *_TEXTS, _SETS_DATA))
 
 
 def _asked_by_user(frame: FrameType | None) -> bool:
@@ -365,8 +365,8 @@ def is_library(filename: str) -> bool:
 
 
 def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
-    """How a function reaches a tensor other than as an argument: through its closure, globals, defaults, or functions
-    that it calls."""
+    """The way in which a function reaches a tensor other than as an argument: through its closure, globals, defaults,
+    or functions that it calls."""
     seen = set() if seen is None else seen
     if id(fn) in seen:
         return None

@@ -1,5 +1,5 @@
-"""Settings of a function: what it reads beside its arguments, by value, so that two functions or two moments can be
-compared.
+"""Captures the settings of a function, the values that it reads beside its arguments, so that two functions or two
+moments can be compared.
 
 A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
 and classes, and the same of every function among them. Attributes are read where some code that was reached names them;
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
 
 def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
-    """What functions, or values that functions get, are and read now.
+    """The settings of functions, or of values that functions get: what they are and read now.
 
     Args:
         values: functions, and arguments that are not tensors.
@@ -91,7 +91,7 @@ def exact(value: Any) -> tuple[type, Hashable]:
 
 
 def changes(old: Settings, new: Settings) -> list[str]:
-    """What differs first between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are
+    """The first difference between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are
     equal."""
     if old.facts == new.facts:
         return []
@@ -104,8 +104,8 @@ def changes(old: Settings, new: Settings) -> list[str]:
 
 
 def counted(*values: Any) -> dict[str, Hashable]:
-    """What functions may change by counting or drawing, by place: the numbers that are alone there, and how far
-    generators and iterators are, those of Python's `random` and NumPy's included."""
+    """The state that functions may change by counting or drawing, by place: the numbers that are alone there, and how
+    far generators and iterators are, those of Python's `random` and NumPy's included."""
     walk = _Walk(strict=False)
     walk.run(values)
     found = [
@@ -130,13 +130,13 @@ def timed(*values: Any) -> list[str]:
 
 
 class Position(NamedTuple):
-    """Where in a file the next byte is written or read."""
+    """The place in a file at which the next byte is written or read."""
 
     at: int
 
 
 def _state(x: Any) -> Hashable:
-    """How far a generator of random numbers or an iterator is; None of other values."""
+    """The progress of a generator of random numbers or an iterator; None of other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(x, random.Random):
         return hash(x.getstate())
@@ -246,7 +246,7 @@ class _Scope:
 
 
 class _Module(_Scope):
-    """Of a module no more is read than code names, ever."""
+    """A module, of which no more is read than code names, ever."""
 
 
 class _Walk:
@@ -289,7 +289,8 @@ class _Walk:
                     self._todo.append((scope.values[key], f"{scope.path}[{key!r}]"))
 
     def _read(self, x: Any, path: str, *names: str) -> None:
-        """What code reads under a name. A dictionary of texts waits until it is known what code does with that."""
+        """The value that code reads under a name. A dictionary of texts waits until it is known what code does with
+        that."""
         if self._strict or type(x) not in (dict, type(os.environ)) or not all(type(key) is str for key in list(x)):
             self._todo.append((x, path))
         else:
@@ -447,7 +448,7 @@ class _Walk:
         ]
 
     def _attributes(self, x: Any, path: str, always: Collection[str] = ()) -> None:
-        """What an object holds beside its items: all that it has, if its code is not looked into."""
+        """The attributes of an object beside its items: all that it has, if its code is not looked into."""
         if _package(type(x).__module__) not in _KNOWN:
             held = dict(_held(x))
             fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else ()
@@ -627,7 +628,8 @@ def _held(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(x: Any) -> tuple[Any, ...] | None:
-    """What an array of numbers holds: format, shape and, where it is not large, a digest. None for anything else."""
+    """The contents of an array of numbers: format, shape and, where it is not large, a digest. None for anything
+    else."""
     try:
         view = memoryview(x)
     except (TypeError, ValueError, BufferError):

@@ -1,5 +1,5 @@
-"""Storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything else
-is made anew.
+"""Tracks storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything
+else is made anew.
 
 A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
 keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Output(NamedTuple):
-    """Where a result of a function lies: in argument number `argument`, or in a new storage, known by `root`, of
+    """The storage of a result of a function: in argument number `argument`, or in a new storage, known by `root`, of
     `nbytes`."""
 
     argument: int | None

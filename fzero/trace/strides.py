@@ -1,5 +1,5 @@
-"""Where a function asks how its tensors are laid out. A program is given its batch contiguous: of any other batch
-PyTorch would answer something else."""
+"""Refuses questions about strides of the batch: a program is given it contiguous, and of any other batch PyTorch would
+answer something else."""
 
 from __future__ import annotations
 

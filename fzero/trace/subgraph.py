@@ -1,4 +1,4 @@
-"""Cutting a graph into functions: the part between some values, with the views of parameters that it needs."""
+"""Cuts a graph into functions: the part between some values, with the views of parameters that it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Part:
 
     @functools.cached_property
     def between(self) -> list[fx.Node]:
-        """What is computed between inputs and outputs, in the order of the graph."""
+        """The nodes computed between inputs and outputs, in the order of the graph."""
         given = set(self.inputs)
         return sorted(ancestors(self.outputs, stop=given) - given)
 
@@ -122,9 +122,8 @@ def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
-    """What makes two graphs the same function: operations, constants, shapes, strides and dtypes. Which of the devices
-    of a type they were recorded on does
-    not: each rank of a host has its own."""
+    """The signature by which two graphs are the same function: operations, constants, shapes, strides and dtypes. Which
+    of the devices of a type they were recorded on does not: each rank of a host has its own."""
     return _signature(
         graph.inputs,
         [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")],

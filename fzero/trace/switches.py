@@ -1,4 +1,4 @@
-"""PyTorch's own switches that decide what a function's operations are: they belong to a function's signature as its
+"""Captures PyTorch's own switches that decide a function's operations: they belong to a function's signature as its
 arguments do.
 
 Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those
@@ -19,7 +19,8 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Autocast(NamedTuple):
-    """Of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves are kept."""
+    """The autocast of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves
+    are kept."""
 
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]

@@ -1,5 +1,5 @@
-"""What a function may not write to while it runs: its arguments in the plain step, as in the compiled step while that
-is traced; and their gradients."""
+"""Guards arguments from writes while a function runs: those of the plain step, as in the compiled step while that is
+traced; and their gradients."""
 
 from __future__ import annotations
 

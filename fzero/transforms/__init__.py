@@ -1,2 +1,2 @@
-"""Transforms: Step -> Step. Each file is one specification: its arguments, what it promises, its errors. Passes carry
-it out."""
+"""Transforms steps: Step -> Step. Each file is one spec: its arguments, what it promises, its errors. Passes carry it
+out."""

@@ -1,4 +1,4 @@
-"""accumulate: the batch in several micro-batches, the optimizer once. Acts on the program.
+"""Accumulates gradients over micro-batches, and runs the optimizer once. Acts on the program.
 
 The lines of loss and gradients become the body of a loop over micro-batches, or, vertically, each of them is repeated
 for every micro-batch before the next. Sums and gradients are added up in the dtype they are reduced in, in the order of
@@ -113,7 +113,7 @@ def accumulate(
     Raises:
         FzeroValueError: no number, or one below 1; when the program is built, a batch that it does not divide, or whose
             leaves have different numbers of rows.
-        FzeroTypeError: a `whole` that is no function.
+        FzeroTypeError: a `whole` that is not a function.
         TransformError: a step of `eval_step`, which has no micro-batches.
 
     Example:
@@ -123,7 +123,7 @@ def accumulate(
         accumulate(num_micro_batches=4)
     """
     if isinstance(step, (int, float, str)):
-        step, num_micro_batches = None, step  # pyright: ignore[reportAssignmentType]  # one that is no whole number is refused below
+        step, num_micro_batches = None, step  # pyright: ignore[reportAssignmentType]  # one that is not a whole number is refused below
     if num_micro_batches is None or count("num_micro_batches", num_micro_batches):
         fix = (
             "give a whole number of at least 1: fz.accumulate(4)"
@@ -135,9 +135,9 @@ def accumulate(
         )
     if problems := flag("vertical", vertical):
         raise FzeroValueError(
-            message("accumulate", "these arguments cannot work", problems, "e.g. fz.accumulate(4, vertical=True)")
+            message("accumulate", "invalid arguments", problems, "e.g. fz.accumulate(4, vertical=True)")
         )
     if problems := predicate("whole", whole):
         fix = "e.g. whole=lambda path, leaf: 'class_weights' in path"
-        raise FzeroTypeError(message("accumulate", "these arguments cannot work", problems, fix))
+        raise FzeroTypeError(message("accumulate", "invalid arguments", problems, fix))
     return applied(Accumulate(num_micro_batches, vertical, whole), step)

@@ -1,4 +1,5 @@
-"""What every transform is: a frozen record of what is wanted. Applying it adds the record to the step, nothing more.
+"""Defines transforms: each is a spec, a frozen record of what is wanted. Applying it adds the spec to the step, nothing
+more.
 
 Records commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
 same program. A record that contradicts one already there raises at once and names both.

@@ -1,5 +1,5 @@
-"""fp8: matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is laid
-out as a program: fzero/precision/fp8.py; and on the lines that gather what only such products read:
+"""Computes matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is
+laid out as a program: fzero/precision/fp8.py; and on the lines that gather what only such products read:
 fzero/precision/fp8_gather.py.
 
 What rests, what is communicated as gradients and what everything but these products computes in is as without it.
@@ -119,7 +119,7 @@ def fp8(
     Raises:
         FzeroValueError: unknown `scales` or `scaling`; a history of less than a step, or of current scaling; delayed
             scaling by row; from `compile`, a device without such products, unless it is a CPU, which emulates them.
-        FzeroTypeError: a `where` that is no function.
+        FzeroTypeError: a `where` that is not a function.
         TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot
             be multiplied so; a step without any product that can be.
 
@@ -140,7 +140,9 @@ def fp8(
     if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 1):
         raise FzeroValueError(
             message(
-                "fp8", f"history={history!r} is no number of steps", fix=f"a whole number of at least 1, e.g. {HISTORY}"
+                "fp8",
+                f"history={history!r} is not a number of steps",
+                fix=f"a whole number of at least 1, e.g. {HISTORY}",
             )
         )
     if scaling == "current" and history is not None:
@@ -158,7 +160,7 @@ def fp8(
         )
     if problems := predicate("where", where):
         raise FzeroTypeError(
-            message("fp8", "these arguments cannot work", problems, "e.g. where=lambda path, leaf: 'head' not in path")
+            message("fp8", "invalid arguments", problems, "e.g. where=lambda path, leaf: 'head' not in path")
         )
     return applied(Fp8(scales, (history or HISTORY) if scaling == "delayed" else None, where), step)
 

@@ -1,5 +1,5 @@
-"""offload: leaves rest in host memory or on disk, activations in host memory between forward and backward, gradients on
-disk until their update. Acts on the leaf table and on the program.
+"""Offloads leaves to host memory or disk, activations to host memory between forward and backward, gradients to disk
+until their update. Acts on the leaf table and on the program.
 
 Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are
 placed by tiers.py.
@@ -169,7 +169,7 @@ def offload(
     if tier == "cpu" and path is not None:
         problems.append(f"path={path!r}: 'cpu' is memory, it has none")
     if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
-        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is no directory's name")
+        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is not a directory's name")
     if tier == "nvme" and "activations" in roles:
         problems.append(
             "of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to "
@@ -193,7 +193,7 @@ def offload(
         )
     if problems:
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
-        raise FzeroValueError(message("offload", "these arguments cannot work", problems, fix))
+        raise FzeroValueError(message("offload", "invalid arguments", problems, fix))
     ordered = tuple(role for role in ROLES if role in roles)
     return applied(
         Offload(
@@ -210,9 +210,8 @@ def offload(
 
 
 class Tiers(NamedTuple):
-    """Where a parameter rests, its optimizer state, the copy that is computed with, if it is a master, and, if it
-    waits, its gradient, unless the plan says
-    so: each one of `layout.TIERS`."""
+    """The tiers of a parameter, its optimizer state, the copy that is computed with, if it is a master, and, if it
+    waits, its gradient, unless the plan says so: each one of `layout.TIERS`."""
 
     param: str
     opt_state: str
@@ -226,7 +225,7 @@ def tiers_of(
     ties: Sequence[int] | None = None,
     casts: Callable[[Leaf], bool] = lambda leaf: False,
 ) -> list[Tiers]:
-    """Of each parameter the tier it rests on, and those of what goes with it.
+    """For each parameter the tier it rests on, and those of what goes with it.
 
     Args:
         records: those of a step.
@@ -268,8 +267,8 @@ def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> l
 
 
 def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which of these to take for a fraction of their sum, one after the other: each if that brings the share so far
-    closest to it.
+    """Selects from these a fraction of their sum, one after the other: each if that brings the share so far closest to
+    it.
 
     Example:
         >>> spread_out([4, 4, 4, 4], 0.5)

@@ -1,5 +1,5 @@
-"""once_a_step: what crosses an axis crosses it once a step, however many micro-batches there are. Acts on the program,
-in the rewrite of spread.py."""
+"""Limits what crosses a slow axis to once a step, however many micro-batches there are. Acts on the program, in
+passes/shard.py."""
 
 from __future__ import annotations
 
@@ -79,12 +79,10 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     problems += flag("reductions", reductions)
     if problems:
-        raise FzeroTypeError(
-            message("once_a_step", "these arguments cannot work", problems, "e.g. fz.once_a_step(axis='node')")
-        )
+        raise FzeroTypeError(message("once_a_step", "invalid arguments", problems, "e.g. fz.once_a_step(axis='node')"))
     if gathers != "auto" and (isinstance(gathers, str) or number("gathers", gathers, at_least=0) or gathers > 1):
         fix = 'gathers="auto", or a share of the blocks between 0 and 1'
-        raise FzeroValueError(message("once_a_step", f"gathers={gathers!r} is no share of the blocks", fix=fix))
+        raise FzeroValueError(message("once_a_step", f"gathers={gathers!r} is not a share of the blocks", fix=fix))
     if gathers == 0 and not reductions:
         raise FzeroValueError(
             message(

@@ -1,5 +1,4 @@
-"""mixed_precision: compute in one dtype, keep the masters and reduce in another. Acts on the functions, before the
-trace.
+"""Computes in one dtype, keeps the masters and reduces in another. Acts on the functions, before the trace.
 
 The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the
 dtype of the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With
@@ -48,7 +47,7 @@ class MixedPrecision(Transform):
 
     @property
     def scaling(self) -> LossScale | None:
-        """How the loss is scaled, if it is."""
+        """The loss scale, if there is one."""
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
@@ -234,9 +233,7 @@ def mixed_precision(
         )
     if wrong := predicate("where", where):
         raise FzeroTypeError(
-            message(
-                "mixed_precision", "these arguments cannot work", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"
-            )
+            message("mixed_precision", "invalid arguments", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2")
         )
     scaled = "fp16" in (compute, reduce) or compute == "auto"
     problems = (
@@ -261,7 +258,7 @@ def mixed_precision(
             [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'],
         )
     if problems:
-        raise FzeroValueError(message("mixed_precision", "these arguments cannot work", problems, "; ".join(fixes)))
+        raise FzeroValueError(message("mixed_precision", "invalid arguments", problems, "; ".join(fixes)))
     if params == "bf16":
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale

@@ -1,4 +1,4 @@
-"""remat: what a block keeps from its forward for its backward. Acts on the program.
+"""Rematerialises: chooses what a block keeps from its forward for its backward. Acts on the program.
 
 In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's
 joint graph in two (fzero/passes/split.py): the forward returns saved values beside its outputs, the vjp takes them.
@@ -46,7 +46,7 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
         backward are one function.
 
     Raises:
-        FzeroValueError: an unknown policy, or a number that is no fraction.
+        FzeroValueError: an unknown policy, or a number that is not a fraction.
 
     Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor
         rematerialization, ICLR 2021, for choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in

@@ -1,5 +1,5 @@
-"""data_parallel, shard_opt_state, shard_grads, shard_params: ZeRO. Act on the program, all four through one pass:
-fzero/passes/shard.py."""
+"""Shards state over mesh axes: data_parallel, shard_opt_state, shard_grads, shard_params (ZeRO). Acts on the program,
+all four through one pass: fzero/passes/shard.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Where = Predicate
 
 @dataclass(frozen=True)
 class Parallel(Transform):
-    """What the four have in common: axes, and how much is sharded over them (`stage`)."""
+    """The common part of the four specs: axes, and how much is sharded over them (`stage`)."""
 
     axis: str | tuple[str, ...] = "data"
     where: Where | None = None
@@ -111,7 +111,7 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
     Raises:
         TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
             with them.
-        FzeroTypeError: an `axis` that is no name or tuple of different names.
+        FzeroTypeError: an `axis` that is not a name or tuple of different names.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
     Paper: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, SC 2020.
@@ -203,7 +203,7 @@ def _checked(record: Parallel) -> Parallel:
     problems += predicate("where", record.where)
     if problems:
         fix = f"e.g. axis={('data', 'node') if several else 'data'!r}, where=lambda path, leaf: leaf.numel() > 10_000"
-        raise FzeroTypeError(message(record.name, "these arguments cannot work", problems, fix))
+        raise FzeroTypeError(message(record.name, "invalid arguments", problems, fix))
     return record
 
 
@@ -213,7 +213,7 @@ def _named(axes: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Zero:
-    """What the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
+    """The sharding that the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
 
     records: tuple[Parallel, ...]
     mesh: AbstractMesh

@@ -1,4 +1,4 @@
-"""What a compiled function reads and writes: its kernels, from the recorded graph.
+"""Predicts the kernels of a compiled function, and their reads and writes, from the recorded graph.
 
 [Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those
 are the operands and results of products (matrix products, convolutions, attention), what is scattered, concatenated,

@@ -1,4 +1,4 @@
-"""Facts about the nodes of a recorded graph, as the cost model reads them."""
+"""Classifies the nodes of a recorded graph for the cost model."""
 
 from __future__ import annotations
 

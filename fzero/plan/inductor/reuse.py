@@ -1,5 +1,4 @@
-"""How a compiler lays out the memory inside a function: the order of its kernels, and which buffer lies where another
-lay.
+"""Predicts a compiler's memory layout inside a function: the order of its kernels, and which buffers reuse memory.
 
 Both are choices of torch's Inductor, repeated here as its code makes them (torch/_inductor/memory.py,
 codegen/wrapper.py): it takes, of a few orders, the one with the lowest peak, then lets a pointwise result overwrite an
@@ -153,7 +152,7 @@ def _made(found: Kernels, i: int) -> int:
 
 
 def _least_first(found: Kernels) -> list[int]:
-    """Of the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
+    """Among the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
     least."""
     takes, followers = [_made(found, i) + k.vanishing for i, k in enumerate(found.kernels)], _successors(found)
     touched = [{b for b in (*k.reads, *k.writes) if b not in found.inputs} for k in found.kernels]

@@ -1,4 +1,5 @@
-"""Memory inside a call: what is alive between a function's inputs and its outputs, kernel by kernel."""
+"""Predicts the peak memory inside a call: buffers alive between a function's inputs and its outputs, kernel by
+kernel."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def _eager(graph: Recorded) -> int:
 
 
 def _compiled(graph: Recorded, into: tuple[int, ...]) -> int:
-    """Of a compiled function, which makes a result in the buffer given for it if it allocates the result's memory, and
-    for that result alone; else it copies the result there (build/cpp_kernels.py)."""
+    """Temporaries of a compiled function, which makes a result in the buffer given for it if it allocates the result's
+    memory, and for that result alone; else it copies the result there (build/cpp_kernels.py)."""
     found = kernels(graph)
     order = best_order(found)
     first, lived = shared(found, order)

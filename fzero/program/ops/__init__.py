@@ -1,7 +1,6 @@
-"""The table of ops: one row for each, with all that is known of it (base.py says what that is).
+"""Lists the ops of programs: one row for each, with all that is known of it (base.py describes a row).
 
-What is not in this table is no op, and what its row does not name no attribute of one: fzero/program/verify.py refuses
-it.
+fzero/program/verify.py refuses a line whose op is not in this table, and an attribute that its row does not name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TRANSFERS = COLLECTIVES | COPIES
 
 
 def misformed(line: Line) -> list[str]:
-    """What of a line is not as its op's row says."""
+    """Problems of a line by its op's row."""
     row = OPS.get(line.op)
     if row is None:
         return [f"{line.op!r} is not an op"]
@@ -64,8 +63,8 @@ def is_skipped(line: Line) -> bool:
 
 
 def turns(line: Line) -> int:
-    """How often to go through a line's body to see what it can do: of a loop two turns, for what one leaves to the
-    next; a redo once."""
+    """The number of times to go through a line's body to see what it can do: of a loop two turns, for what one leaves
+    to the next; a redo once."""
     return OPS[line.op].turns(line) if line.body else 0
 
 
@@ -95,7 +94,7 @@ def stays(line: Line, mesh: AbstractMesh) -> bool:
 
 
 def copied(line: Line) -> tuple[str, ...]:
-    """What a transfer moves: its arguments, but for the leaves that a copy writes."""
+    """The values that a transfer moves: its arguments, but for the leaves that a copy writes."""
     return STARTS[line.op].sent(line)
 
 

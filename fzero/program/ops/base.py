@@ -1,4 +1,4 @@
-"""What there is to know of an op: the class that every op's row in the table is one of.
+"""Defines the row of an op: the class that every op in the table subclasses.
 
 A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views,
 the pool), where it computes, the bytes it touches or sends (cost), its text (show), how it runs (execute), what it
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Rules(Protocol):
-    """What verify knows where it checks a line (fzero/program/verify.py has the meaning of each)."""
+    """The verifier as a row's rule sees it (fzero/program/verify.py has the meaning of each)."""
 
     program: Program
     known: dict[str, Value]
@@ -52,7 +52,7 @@ class Rules(Protocol):
 
 
 class Running(Protocol):
-    """What a program runs on (fzero/runtime/execute.py)."""
+    """The surroundings of a running program (fzero/runtime/execute.py)."""
 
     mesh: Mesh
     carrier: Any
@@ -66,7 +66,7 @@ class Running(Protocol):
 
 
 class Told(Protocol):
-    """What the interpreter has, line by line (fzero/testing/interpret.py)."""
+    """The interpreter as a row sees it (fzero/testing/interpret.py)."""
 
     mesh: Mesh
     program: Program
@@ -83,7 +83,7 @@ class Told(Protocol):
 
 
 class Standing(Protocol):
-    """What each name of a program stands for, as blame follows it (fzero/testing/lines.py)."""
+    """The meanings of a program's names, as blame follows them (fzero/testing/lines.py)."""
 
     def same(self, name: str, source: str) -> None: ...
     def part(self, name: str, source: str, micro: int) -> None: ...
@@ -107,7 +107,7 @@ class Op(Generic[A]):
         body: whether it has lines of its own.
         computes: where: on the "device"; "said" by its `on`; "there", where its first argument lies; ""
             nowhere.
-        between: what a start moves values between: "ranks", "tiers", or "" of what is no start.
+        between: what a start moves values between: "ranks", "tiers", or "" of what is not a start.
         waits: whether it takes the handle of a start.
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.
@@ -158,7 +158,7 @@ class Op(Generic[A]):
         )
 
     def turns(self, line: Line[A]) -> int:
-        """How often to go through the lines of its own to see what it can do."""
+        """The number of times to go through its own lines to see what it can do."""
         return 0
 
     # --- memory, bytes and time ---
@@ -190,7 +190,7 @@ class Op(Generic[A]):
         return Text(f"{called(line)}({', '.join([*line.args, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any] | None:
-        """What its name in the text calls; None where that is a function of the program, or Python itself."""
+        """The callable behind its name in the text; None where that is a function of the program, or Python itself."""
         return None
 
     def means(self, line: Line[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
@@ -242,13 +242,13 @@ class Start(Op[A]):
         return line.into
 
     def arrives(self, line: Line[A], placement: Placement) -> Placement:
-        """How a value relates to the mesh when it has arrived."""
+        """The placement of a value when it has arrived."""
         return placement
 
     def handed_out(
         self, line: Line[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        """What its wait hands out, of what was moved."""
+        """The results of its wait, of what was moved."""
         raise NotImplementedError(self.name)
 
     def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
@@ -259,7 +259,7 @@ class Start(Op[A]):
 
 
 def called(line: Line) -> str:
-    """What a line calls: its function, or its op; through `guess`, where it is not carried out unless the step
+    """The callee of a line: its function, or its op; through `guess`, where it is not carried out unless the step
     guesses."""
     return f"guess({line.fn or line.op})" if line.guess else line.fn or line.op
 
@@ -275,14 +275,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def micro_text(line: Line[PartAttrs]) -> list[str]:
-    """Which of how many micro-batches a line is for, as its arguments: in a loop by the loop's variable."""
+    """The micro-batch that a line is for, and their number, as its arguments: in a loop by the loop's variable."""
     if line.attrs.micro is not None:
         return [*map(str, line.attrs.micro)]
     return ["micro", str(line.attrs.count)] if line.attrs.count is not None else []
 
 
 def join_text(line: Line[JoinAttrs]) -> list[str]:
-    """How values become one, as an argument, where they are not added up."""
+    """The reduction, as an argument, where they are not added up."""
     return [] if line.attrs.reduction == "sum" else [f"op={line.attrs.reduction!r}"]
 
 

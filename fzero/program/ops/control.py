@@ -1,4 +1,4 @@
-"""Lines that repeat others, join the values of micro-batches, and write the state."""
+"""Defines ops that repeat lines, join the values of micro-batches, and write the state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Redo(Op[TurnsAttrs]):
 
 
 def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """What a `redo` compares: the scalars, and the guesses of them."""
+    """The operands that a `redo` compares: the scalars, and the guesses of them."""
     half = len(line.args) // 2
     return line.args[:half], line.args[half:]
 
@@ -189,7 +189,7 @@ class Add(Op[AddAttrs]):
 
 
 def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
-    """What ranks are to reduce by one operation is not joined over micro-batches by another."""
+    """Checks that what ranks are to reduce by one operation is not joined over micro-batches by another."""
     for v in args:
         if v.placement.partial and v.placement.by != line.attrs.reduction:
             rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs.reduction!r}")

@@ -1,5 +1,5 @@
-"""Transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait for
-either."""
+"""Defines transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait
+for either."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Collective(Start[GatherAttrs]):
         return f"reduce:{','.join(line.attrs.axes)}"
 
     def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Of what the ranks along the axis have together: the whole, or where that is cut over other axes a part of
-        it."""
+        """The bytes of what the ranks along the axis have together: the whole, or where that is cut over other axes a
+        part of it."""
         n, axis = mesh.axis_size(line.attrs.axes), {*line.attrs.axes}
         others = (mesh.axis_size(tuple(a for a in values[x].placement.axes if a not in axis)) for x in line.args)
         return sum(values[a].nbytes // size for a, size in zip(line.args, others, strict=True)) * (n - 1) // n
@@ -148,7 +148,7 @@ class AllReduce(Collective):
         return placement.left(a for a in placement.partial if a not in line.attrs.axes)
 
     def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Of shards, on a mesh with a replica axis, only the shard travels."""
+        """Bytes of what travels: of shards, on a mesh with a replica axis, only the shard."""
         n = mesh.axis_size(line.attrs.axes)
         return sum(values[a].nbytes // mesh.axis_size(values[a].placement.axes) for a in line.args) * 2 * (n - 1) // n
 
@@ -206,7 +206,7 @@ class Copy(Start[CopyAttrs]):
         return []
 
     def way(self, line: Line[CopyAttrs]) -> str:
-        """Where the bytes go, as a remark says it."""
+        """The direction of the bytes, as a remark."""
         return f"to {self.tiers(line)[1]}"
 
     def runs(self, on: Running) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
-"""Lines that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of the
-micro-batches."""
+"""Defines ops that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of
+the micro-batches."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class Number(Op[A]):
 
 
 class PartIndex(Number[PartIndexAttrs]):
-    """Which part of the global batch this is, among all ranks' and micro-batches'."""
+    """The number of this part of the global batch, among all ranks' and micro-batches'."""
 
     name = "part_index"
     attrs = PartIndexAttrs
@@ -360,7 +360,7 @@ class PartIndex(Number[PartIndexAttrs]):
 
 
 class NumValid(Number[ShardOfAttrs]):
-    """How many elements of this rank's shard are no padding."""
+    """The number of elements of this rank's shard that are not padding."""
 
     name = "num_valid"
     attrs = ShardOfAttrs
@@ -381,7 +381,7 @@ class NumValid(Number[ShardOfAttrs]):
 
 
 class DrawStart(Number[DrawAttrs]):
-    """Where this rank's random words of a leaf begin."""
+    """The offset of this rank's random words in a leaf's."""
 
     name = "draw_start"
     attrs = DrawAttrs
