@@ -6,7 +6,6 @@ row-major order of the axes as given. A mesh of one device needs no process grou
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import importlib.util
 import itertools
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import compat, launcher
+from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.exclusive import Exclusive, Holding
@@ -95,6 +95,23 @@ class AbstractMesh:
         return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory, self.gpu_direct
 
 
+class Context:
+    """What runs on a mesh, made on first use and kept for as long as the mesh: the mesh itself does not change.
+
+    Attributes:
+        transport: moves data between its ranks (comm/transport.py).
+        copies: copy between its device and the host (comm/host.py).
+        turns: what its ranks do together.
+        exclusive: held by what has the mesh to itself.
+    """
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.copies: Any = None
+        self.turns: Turns | None = None
+        self.exclusive = Exclusive()
+
+
 @dataclass(frozen=True, eq=False)
 class Mesh(AbstractMesh):
     """A mesh this process is part of. Made by `make_mesh`.
@@ -109,14 +126,11 @@ class Mesh(AbstractMesh):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
-    transport: Any = None  # how it moves data, once it did (comm/transport.py)
-    copies: Any = None  # how it copies between device and host, once it did (comm/host.py)
     # on CUDA by axis: gathers do not queue behind reductions
     gather_groups: Mapping[str, Any] = field(default_factory=dict)
     joined: Any = None  # the default process group it was made in
+    context: Context = field(default_factory=Context)
     _store: Any = None
-    _turns: Any = None
-    exclusive: Exclusive = field(default_factory=Exclusive)  # of what has the mesh to itself
 
     def __init__(
         self,
@@ -141,12 +155,9 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "gather_groups", gather_groups or {})
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "gpu_direct", gpu_direct)
-        object.__setattr__(self, "transport", None)
-        object.__setattr__(self, "copies", None)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
-        object.__setattr__(self, "_turns", None)
-        object.__setattr__(self, "exclusive", Exclusive())
+        object.__setattr__(self, "context", Context())
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -180,11 +191,10 @@ class Mesh(AbstractMesh):
     @property
     def turns(self) -> Turns:
         """What the ranks do together, one after the other."""
-        found = self._turns
-        if found is None:
-            found = Turns(None if self.size == 1 else self.store, self.rank, self.size, self.timeout)
-            object.__setattr__(self, "_turns", found)
-        return found
+        if self.context.turns is None:
+            store = None if self.size == 1 else self.store
+            self.context.turns = Turns(store, self.rank, self.size, self.timeout)
+        return self.context.turns
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
@@ -201,8 +211,8 @@ class Mesh(AbstractMesh):
                 the two otherwise on each rank.
             DivergenceError: what ran on it before ended in the middle.
         """
-        if self._turns is not None:
-            self._turns.check(owner)
+        if self.context.turns is not None:
+            self.context.turns.check(owner)
 
         def busy() -> Exception:
             what = (
@@ -215,7 +225,7 @@ class Mesh(AbstractMesh):
             )
             return BusyError(message(owner, what, fix=fix))
 
-        return Holding(self.exclusive, busy)
+        return Holding(self.context.exclusive, busy)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -336,7 +346,7 @@ def make_mesh(
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
-        _keep_freed_memory()
+        keep_freed_memory()
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
         return Mesh(axes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
@@ -467,23 +477,6 @@ def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -
             lines, timeout=wait, backend="nccl" if options else None, pg_options=options
         )
     return groups
-
-
-def _keep_freed_memory() -> None:
-    """Has glibc keep large freed blocks for the next allocation instead of returning them to the system, which maps and
-    clears every page anew: up to ten times the time of what is computed in them. FZERO_MALLOC=default leaves the
-    allocator alone."""
-    if os.environ.get("FZERO_MALLOC") != "default" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        mmap_threshold, trim_threshold = -3, -1  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Has glibc return what it keeps of freed memory to the system: after something that will not be allocated
-    again."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def close_mesh() -> None:

@@ -34,8 +34,8 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     The mesh has `unified_memory=False`, or copies do not move; and `shared_memory=False` if it has several ranks.
     """
     copies = LateCopies()
-    object.__setattr__(mesh, "copies", copies)
-    object.__setattr__(mesh, "transport", LateTransport(mesh))
+    mesh.context.copies = copies
+    mesh.context.transport = LateTransport(mesh)
     executable = compiled.executable
 
     def touching(program: Any, functions: Any, on: fz.Mesh) -> Any:

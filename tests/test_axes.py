@@ -425,7 +425,7 @@ def saved(directory: str, way: str) -> Any:
     for seed in range(2):
         state, _ = train(state, whole((16, 72), seed)[mesh.rank * 4 :][:4])
     fz.checkpoint.save(directory, state)
-    evaluate = fz.compile(fz.compose(*train.step.transforms)(fz.eval_step(mean_loss)), mesh, backend="eager")
+    evaluate = fz.compile(fz.compose(*train.resolved.transforms)(fz.eval_step(mean_loss)), mesh, backend="eager")
     return evaluate(state.params, whole((16, 72), 9)[mesh.rank * 4 :][:4]).item(), train.gather(state)
 
 

@@ -99,7 +99,7 @@ def _read_before_the_wait() -> list[tuple[bool, bool]]:
     """For each collective: whether what it makes is there before its wait, and after it."""
     mesh = fz.make_mesh(shared_memory=False)
     late(mesh)
-    carrier, out = mesh.transport, []
+    carrier, out = mesh.context.transport, []
     shard, whole = torch.full((2,), 1.0 + mesh.rank), torch.zeros(4)
     moving = carrier.all_gather_start([shard], "data", [whole])
     out.append(

@@ -573,14 +573,19 @@ def test_auto_trains_as_the_plain_step_and_restores(tmp_path) -> None:
     assert found == losses
     assert train.plan.peak_bytes <= limits["memory_budget"] and train.plan.host_peak_bytes <= limits["host_budget"]
     assert train.plan.decisions[0].what == "offload" and not any(
-        t.tier == "auto" for t in train.step.transforms if isinstance(t, Offload)
+        t.tier == "auto" for t in train.resolved.transforms if isinstance(t, Offload)
     )
     again = fz.compile(asked, mesh, backend="eager", **limits)
     state, metrics = again(again.restore(tmp_path / "saved"), batches(4)[3])
-    assert again.step == train.step and int(state.step) == 4 and torch.isfinite(metrics["loss"])
-    evaluate = fz.compile(fz.compose(*train.step.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
+    assert (
+        again.resolved == train.resolved
+        and train.step == again.step == asked
+        and int(state.step) == 4
+        and torch.isfinite(metrics["loss"])
+    )
+    evaluate = fz.compile(fz.compose(*train.resolved.transforms)(fz.eval_step(models.gpt_loss)), mesh, backend="eager")
     assert torch.isfinite(evaluate(state.params, batches(1)[0]))
-    with pytest.raises(errors.TransformError, match=r"train\.step\.transforms"):
+    with pytest.raises(errors.TransformError, match=r"train\.resolved\.transforms"):
         fz.compile(fz.offload("auto")(fz.eval_step(models.gpt_loss)), mesh, backend="eager")(
             state.params, batches(1)[0]
         )

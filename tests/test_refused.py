@@ -138,7 +138,7 @@ def test_a_transform_that_does_nothing_to_an_evaluation():
             act,
             "does nothing to an evaluation",
             said,
-            "fz.compose(*train.step.transforms)(fz.eval_step(fn))",
+            "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))",
         )
     assert (
         fz.offload(evaluate, "cpu", "params").transforms

@@ -192,7 +192,7 @@ def test_a_batch_of_another_shape_builds_a_safer_step(caplog):
     assert "these blocks compute in fp32 from here on\n  rms: it overflows: 256 of 256 counts" in record.getMessage()
     state, metrics = train(state, batch_of())
     assert metrics["skipped"]  # what was built before runs on as it was
-    evaluate = compiled(fz.compose(*train.step.transforms)(fz.eval_step(lambda p, batch: rms_loss(p, batch))))
+    evaluate = compiled(fz.compose(*train.resolved.transforms)(fz.eval_step(lambda p, batch: rms_loss(p, batch))))
     low = compiled(fz.mixed_precision("auto", start="fp16")(fz.eval_step(lambda p, batch: rms_loss(p, batch))))
     assert evaluate(state.params, batch_of()).isfinite() and not low(state.params, batch_of()).isfinite()
 
@@ -204,7 +204,7 @@ def test_with_masters_off_the_device_a_run_goes_on_as_it_was_laid_out():
     state, _ = train(state, batch_of(value=1.0))
     assert (
         len(fz.tree.leaves(state.extras["compute"])) == 3
-        and train.step.transforms == make(fz.offload("cpu", "opt_state")).transforms
+        and train.resolved.transforms == make(fz.offload("cpu", "opt_state")).transforms
     )
 
 
@@ -265,7 +265,7 @@ def test_it_begins_in_what_the_device_has(monkeypatch):
     for has, dtype in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(precision, "computes_in", lambda device, dtype, has=has: has or dtype is not torch.bfloat16)
         train = compiled(fz.mixed_precision(fz.train_step(rms_loss, optim.adamw(1e-3)), "auto"))
-        (record,) = train.step.transforms
+        (record,) = train.resolved.transforms
         assert record.compute == dtype and (record.scaling is None) == has
         state, metrics = train(train.init(rms_params()), batch_of(value=1.0))
         assert ("loss_scale" in state.extras) == ("skipped" in metrics) == (not has)

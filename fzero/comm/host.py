@@ -177,17 +177,15 @@ class Copies(Protocol):
 
 def copies(mesh: Mesh) -> Copies:
     """What copies between device and host of a mesh, made on first use."""
-    found = mesh.copies
-    if found is None:
-        found = (
+    if mesh.context.copies is None:
+        mesh.context.copies = (
             Streams(mesh.device)
             if mesh.device.type == "cuda"
             else Unified()
             if mesh.unified_memory
             else Apart(mesh.timeout)
         )
-        object.__setattr__(mesh, "copies", found)
-    return found
+    return mesh.context.copies
 
 
 class Unified:

@@ -10,8 +10,6 @@ from fzero.mesh import Mesh
 def transport(mesh: Mesh) -> ProcessGroups | SharedMemory:
     """The transport of a mesh, made on first use, by all its ranks together: shared memory where they are CPU processes
     of one host."""
-    found = mesh.transport
-    if found is None:
-        found = (connect(mesh) if mesh.shared_memory else None) or ProcessGroups(mesh)
-        object.__setattr__(mesh, "transport", found)
-    return found
+    if mesh.context.transport is None:
+        mesh.context.transport = (connect(mesh) if mesh.shared_memory else None) or ProcessGroups(mesh)
+    return mesh.context.transport

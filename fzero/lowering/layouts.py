@@ -244,7 +244,7 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
     if auto_of(step) is not None:
         fix = (
             "give an evaluation, or a step to check, the transforms of the compiled step: "
-            "fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+            "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
         )
         raise TransformError(
             message(

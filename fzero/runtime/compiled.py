@@ -87,7 +87,7 @@ class Compiled:
 
     def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
         check_backend(backend, mesh.device)
-        self.step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
+        self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
@@ -96,6 +96,16 @@ class Compiled:
         self._said = False  # that programs are made and dropped again
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
+
+    @property
+    def step(self) -> Any:
+        """The step as it was compiled."""
+        return self._step
+
+    @property
+    def resolved(self) -> Any:
+        """The step that is carried out: `step`, which leaves nothing open."""
+        return self.step
 
     @property
     def program(self) -> Program:
@@ -245,7 +255,7 @@ class Compiled:
         """What the budgets and the choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
         if self._budget is None and (
-            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.step.transforms)
+            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)
         ):
             device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
             nbytes, host, disk = self.limits
@@ -279,12 +289,12 @@ class Compiled:
         only written down is then as it was to the program, and what is counted, drawn or used up is not; and if they
         read the clock, which is let be where it is only written down."""
         read, before = self._settings(), counted(*self._functions())
-        lowered = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        lowered = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
         now, first = self._settings(), counted(*self._functions())
         clocks = timed(*self._functions())
         if now == read and first == before and not clocks:
             return lowered
-        again = lower_inputs(self.step, self.mesh, params, batch_inputs(batch), self._rates())
+        again = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
         after = counted(*self._functions())
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value

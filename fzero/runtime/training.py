@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import agree, tree
 from fzero import random as fzrandom
+from fzero.allocator import return_freed_memory
 from fzero.arguments import count
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
@@ -30,7 +31,7 @@ from fzero.lowering.layouts import (
 from fzero.lowering.lower import Lowered, resolve
 from fzero.lowering.slots import SLOTS, slots_of
 from fzero.measure import profile
-from fzero.mesh import Mesh, return_freed_memory
+from fzero.mesh import Mesh
 from fzero.passes.speculate import guessed_leaves
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
@@ -55,8 +56,8 @@ from fzero.transforms.precision import MixedPrecision
 
 
 class CompiledStep(Compiled):
-    """A training step on a mesh. Made by `compile`. `step` is what it carries out: what `offload("auto")` leaves open
-    is decided by `init` or `restore`.
+    """A training step on a mesh. Made by `compile`. `step` is what it was made of and does not change; `resolved` is
+    what it carries out.
 
     Example:
         >>> import torch, fzero as fz
@@ -77,6 +78,7 @@ class CompiledStep(Compiled):
         super().__init__(step, mesh, backend, limits)
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
+        self._resolved = step
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
         scaling = precision.scaling if precision else None
@@ -89,6 +91,16 @@ class CompiledStep(Compiled):
         # the last trees and a program, and what `_may_guess` found of them
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
+
+    @property
+    def resolved(self) -> Step:
+        """The step that is carried out: `step` with what that leaves open, decided. Where leaves rest for
+        `offload("auto")` is decided by the first `init` or `restore`, and which blocks of `mixed_precision("auto")`
+        compute in a safer dtype by `restore` and where a program is made.
+
+        `fz.compose(*train.resolved.transforms)(fz.eval_step(fn))` is an evaluation of what was trained.
+        """
+        return self._resolved
 
     @alone("init")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
@@ -138,8 +150,8 @@ class CompiledStep(Compiled):
             "draws alike",
         )
         self._resolve(params)
-        inputs = self._known(params_inputs(self.step, self.mesh, params))
-        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
+        inputs = self._known(params_inputs(self.resolved, self.mesh, params))
+        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "init")
 
         def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
@@ -152,13 +164,13 @@ class CompiledStep(Compiled):
                 flat = tree.leaves(params)
                 made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
             return made, initialize.opt_state(
-                self.step, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
+                self.resolved, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
             )
 
         # a disk that fails on one rank is every rank's error
         made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
-        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
+        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
@@ -166,16 +178,16 @@ class CompiledStep(Compiled):
 
     def _resolve(self, params: Any) -> None:
         """Decides what the step leaves open of what rests where, for a tree of whole leaves."""
-        if auto_of(self.step) is not None:
+        if auto_of(self.resolved) is not None:
             budget = self._rates()
             assert budget is not None and self._batch is not None
-            self.step, self._chosen, _ = resolve(self.step, self.mesh, params, self._batch, budget)
+            self._resolved, self._chosen, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """What stands in a new state for the leaves off the device."""
         self._last.let_go()  # a state that nobody else holds any more makes room for the new one
         self._guesses = (None, None, False)
-        return storage.reserve(self.step, self.mesh, self.limits, params, opt_state, owner)
+        return storage.reserve(self.resolved, self.mesh, self.limits, params, opt_state, owner)
 
     @alone("restore")
     def restore(self, path: str | Path, params: Any = None) -> State:
@@ -209,9 +221,9 @@ class CompiledStep(Compiled):
                 else params
             )
             self._resolve(whole)
-            inputs = self._known(params_inputs(self.step, self.mesh, whole))
-        opt_inputs = opt_state_inputs(self.step, self.mesh, inputs)
-        extras = extra_leaves(self.step, inputs)
+            inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
+        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
+        extras = extra_leaves(self.resolved, inputs)
         names = dict(
             zip(
                 tree.names(abstract_state(inputs, opt_inputs, extras)),
@@ -230,14 +242,14 @@ class CompiledStep(Compiled):
             # before what follows from the dtypes is laid out
             found = checkpoint.read(index, counted, self.mesh)
             counts = slots_of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
-            self.step = self._safer.resolved(self.step, inputs, counts)
+            self._resolved = self._safer.resolved(self.resolved, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(index, names, self.mesh, into=places)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
         rest = {p: by_path[p] for p in extras if p in by_path}
-        state = assembled(self.step, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
+        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         return state
 
@@ -322,7 +334,7 @@ class CompiledStep(Compiled):
         leaves = tree.leaves((state.params, state.opt_state))
         if all(x in self._checked for x in leaves):
             return
-        trained = self.step.trains(abstract_params(params))
+        trained = self.resolved.trains(abstract_params(params))
         agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
         self._checked.update((x, True) for x in leaves)
@@ -372,11 +384,11 @@ class CompiledStep(Compiled):
 
     def _make_safer(self, state: State, params: Inputs) -> None:
         """What a program is built of goes by the counts of the state at hand."""
-        self.step = self._safer.before_build(self.step, params, state)
+        self._resolved = self._safer.before_build(self.resolved, params, state)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         lowered, built = super()._build(params, batch)
-        return self._safer.explained(lowered, self.step, params), built
+        return self._safer.explained(lowered, self.resolved, params), built
 
     def _may_guess(self, state: State) -> bool:
         """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen
@@ -429,11 +441,11 @@ class CompiledStep(Compiled):
             check_values("step", params=state.params, opt_state=state.opt_state)
             check_memory("step", params=state.params, opt_state=state.opt_state)
             found, opt = (
-                placed_inputs(state.params, self.mesh, mutable=self.step.mutates),
+                placed_inputs(state.params, self.mesh, mutable=self.resolved.mutates),
                 placed_inputs(state.opt_state, self.mesh, "opt_state"),
             )
             self._resolve(abstract_params(found))
-            check_layouts(self.step, self.mesh, state, found, opt)
+            check_layouts(self.resolved, self.mesh, state, found, opt)
             known = self._last.inputs
             if known is None or not known.alike(found):
                 known = self._known(found)

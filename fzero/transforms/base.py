@@ -27,13 +27,13 @@ class Transform:
         """The step with this record added.
 
         Raises:
-            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.step.transforms)` may have
-                among others.
+            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.resolved.transforms)` may
+                have among others.
         """
         if isinstance(step, EvalStep) and (reason := self.idle(step)):
             fix = (
                 "leave it out; an evaluation takes over what concerns it of a training step: "
-                "fz.compose(*train.step.transforms)(fz.eval_step(fn))"
+                "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
             )
             raise TransformError(message(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix))
         return self.add(step)

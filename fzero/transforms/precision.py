@@ -149,9 +149,9 @@ def mixed_precision(
     half of its gradient, zeros aside, underflows. When a step is built, that is by a `compile` whose state is restored,
     or for a batch of another shape, the blocks whose count has reached its limit compute in fp32 from then on: the log
     and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where, does
-    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them. `train.step`
-    is the step as it was built. Code outside blocks stays as it is, and must itself cast what it multiplies: a moved
-    block returns fp32.
+    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them.
+    `train.resolved` is the step as it is built. Code outside blocks stays as it is, and must itself cast what it
+    multiplies: a moved block returns fp32.
 
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
