@@ -15,7 +15,7 @@ from scripts import environment
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.program.ops import transfer_bytes
 
 AXES = {"node": 2, "data": 2}
@@ -244,6 +244,22 @@ def test_a_plan_prices_each_axis_on_its_link():
     assert {c.partition(":")[2] for c in found.plan_on(device).channels} >= {"data", "node"}
 
 
+def test_advice_of_a_budget_is_to_shard_over_every_axis():
+    """Over those that something is sharded over already, and over the others too, the fastest first."""
+    meta = fz.tree.map(lambda x: x.to("meta"), params(64))
+    plain = fz.train_step(loss_fn, optim.adamw(1e-3))
+    for transforms in ([fz.shard_opt_state(), fz.data_parallel(axis="node")], [fz.data_parallel(axis=a) for a in AXES]):
+        with pytest.raises(BudgetError) as error:
+            fz.lower(
+                fz.compose(*transforms)(plain),
+                fz.AbstractMesh(**AXES),
+                meta,
+                torch.empty(4, 64, device="meta"),
+                memory_budget="10KB",
+            )
+        assert "with fz.shard_params(axis=('data', 'node'))" in str(error.value)
+
+
 def test_the_text_says_over_which_axis_and_of_what():
     text = str(lowered("params", 2).program)
     assert "shard(data, node)" in text and "shard(data of data, node)" in text and "axis='node'" in text
@@ -335,6 +351,22 @@ def test_kept_gathers_are_equal_to_the_bit_and_hops_to_one_axis(run_ranks):
     for found in run_ranks(4, compared, pairs):
         assert [same for same, _ in found[:4]] == [True] * 4, found
         assert max(off for _, off in found) < 1e-6 and found[5][0], found
+
+
+def of_another_step() -> str:
+    """What a step says of a state that is cut alike, but not in parts of a finer cut."""
+    mesh = fz.make_mesh(**AXES)
+    spread = fz.compose(fz.shard_params(axis="data"), fz.data_parallel(axis="node"))
+    state = fz.compile(spread(fz.train_step(loss_fn, clipped())), mesh, backend="eager").init(params())
+    with pytest.raises(FzeroValueError) as error:
+        fz.compile(step("params by data"), mesh, backend="eager")(state, whole((4, 5), 1))
+    return str(error.value)
+
+
+def test_a_state_that_is_padded_otherwise_is_refused_with_both_sides(run_ranks):
+    for text in run_ranks(4, of_another_step):
+        assert "['up']: float32[5, 11] sharded over data in the state" in text
+        assert "float32[5, 11] sharded over data (parts of shards over data, node) in this step" in text
 
 
 def one_axis(num_micro: int) -> list[float]:

@@ -573,12 +573,13 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
         found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
 
     state = ("opt_state", "params")
-    axis = next((a for a, n in mesh.axes.items() if n > 1), None)
-    if axis:
-        about(
-            (*state, "gradients"),
-            *(make(axis=axis) for make in (shard.shard_params, shard.shard_opt_state, shard.shard_grads)),
-        )
+    # over the axes that something is sharded over already, or the fastest; and over all of them
+    used = max((t.axes for t in step.transforms if isinstance(t, shard.Parallel) and t.stage), key=len, default=())
+    several = tuple(a for a, n in reversed(mesh.axes.items()) if n > 1)
+    every = (*used, *(a for a in several if a not in used))
+    stages = (shard.shard_params, shard.shard_opt_state, shard.shard_grads)
+    for axes in dict.fromkeys((used or several[:1], every)) if several else ():
+        about((*state, "gradients"), *(make(axis=axes) for make in stages))
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))

@@ -54,7 +54,7 @@ def calibrate(
         directory: whose disk is measured: that of `offload("nvme", path=)`. By default the system's for temporary
             files. Takes 128 MiB a rank there meanwhile.
 
-    Communication: over the first axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a
+    Communication: over the last axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a
         rank.
 
     Returns: the device; rank 0's on every rank.

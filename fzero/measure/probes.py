@@ -148,9 +148,9 @@ def host_copy(device: torch.device, seconds: float) -> Link:
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """What a rank sends to the others of the first axis: gathers and reductions through the transport of the mesh, half
-    each."""
-    axis, size = next((a, n) for a, n in mesh.axes.items() if n > 1)
+    """What a rank sends to the others of the fastest axis, which is the last: gathers and reductions through the
+    transport of the mesh, half each."""
+    axis, size = next((a, n) for a, n in reversed(mesh.axes.items()) if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
     carrier: Any = transport(mesh)
     pool = carrier.pool(2 * largest)

@@ -250,4 +250,5 @@ def _rests(leaf: Leaf, other: Leaf) -> str:
     """How a leaf rests; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"
