@@ -49,7 +49,8 @@ class Layout:
     grid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
+        if self.grid:
+            object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
 
 
 class Storage(Protocol):

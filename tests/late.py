@@ -21,7 +21,7 @@ import fzero as fz
 from fzero import tree
 from fzero.comm import collectives
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.host import Copy, meet
+from fzero.comm.copies import Copy, meet
 from fzero.runtime import compiled
 
 Tensors = Sequence[torch.Tensor]
@@ -66,7 +66,7 @@ class _Job:
 
 
 class LateCopies:
-    """See `fzero.comm.host.Copies`."""
+    """See `fzero.comm.copies.Copies`."""
 
     def __init__(self) -> None:
         self._behind: list[_Job] = []  # copies to the device that were waited for and have not happened

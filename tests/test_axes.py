@@ -578,9 +578,9 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
         "no axis 'node'",
     ),
     "once nothing": (lambda: fz.once_a_step(gathers=0, reductions=False), FzeroValueError, "leave nothing to do"),
-    "share": (lambda: fz.once_a_step(gathers=1.5), FzeroValueError, "no share of the blocks"),
-    "text": (lambda: fz.once_a_step(gathers="all"), FzeroValueError, "no share of the blocks"),
-    "nan": (lambda: fz.once_a_step(gathers=float("nan")), FzeroValueError, "no share of the blocks"),
+    "share": (lambda: fz.once_a_step(gathers=1.5), FzeroValueError, "not a share of the blocks"),
+    "text": (lambda: fz.once_a_step(gathers="all"), FzeroValueError, "not a share of the blocks"),
+    "nan": (lambda: fz.once_a_step(gathers=float("nan")), FzeroValueError, "not a share of the blocks"),
     "axis": (lambda: fz.once_a_step(axis=("data", "node")), FzeroTypeError, "the name of one axis"),
     "evaluation": (lambda: fz.once_a_step()(fz.eval_step(loss_fn)), TransformError, "gathers each parameter once"),
 }

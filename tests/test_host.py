@@ -15,7 +15,9 @@ import torch
 import fzero as fz
 from fzero import layout
 from fzero.comm import host
-from fzero.comm.host import Apart, Streams, Unified, copies, host_pool, host_tensors
+from fzero.comm.copies import Streams, Unified, copies
+from fzero.comm.host import host_pool, host_tensors
+from fzero.comm.late_copies import LateCopies
 from fzero.errors import TierError
 
 MIB = 1 << 20
@@ -143,7 +145,7 @@ def test_pages_are_asked_of_a_node(mesh):
 
 def test_every_mesh_has_one_carrier(mesh, apart):
     assert type(copies(mesh)) is Unified and copies(mesh) is copies(mesh)
-    assert type(copies(apart)) is Apart and copies(apart) is copies(apart) is not copies(mesh)
+    assert type(copies(apart)) is LateCopies and copies(apart) is copies(apart) is not copies(mesh)
 
 
 def values() -> list[torch.Tensor]:
@@ -181,7 +183,7 @@ def test_a_store_fills_what_it_is_given_and_leaves_what_lies_there(mesh, apart, 
 def test_apart_nothing_is_there_before_the_wait():
     """And what is written to a source before it arrives: the two mistakes that a program can make."""
     go = threading.Event()
-    carrier = Apart(60, go.wait)
+    carrier = LateCopies(60, go.wait)
     sources, into = (
         [torch.ones(3), torch.ones(2, dtype=torch.int32)],
         [torch.zeros(3), torch.zeros(2, dtype=torch.int32)],
@@ -195,7 +197,7 @@ def test_apart_nothing_is_there_before_the_wait():
 
 def test_apart_copies_are_made_in_the_order_of_their_starts():
     go = threading.Semaphore(0)
-    carrier = Apart(60, go.acquire)
+    carrier = LateCopies(60, go.acquire)
     rest, first, second = torch.zeros(4), torch.ones(4), torch.empty(4)
     store = carrier.to_host_start([first], [rest])
     fetch = carrier.to_device_start([rest], [second])
@@ -221,14 +223,14 @@ def test_a_copy_that_fails_does_so_at_its_wait(apart):
 
 def test_a_copy_that_never_comes_is_an_error():
     go = threading.Event()
-    copy = Apart(0.05, go.wait).to_host_start([torch.ones(1)], [torch.zeros(1)])
+    copy = LateCopies(0.05, go.wait).to_host_start([torch.ones(1)], [torch.zeros(1)])
     with pytest.raises(TierError, match=r"it was not done in 0\.05 s"):
         copy.wait()
     go.set()
 
 
 def test_the_thread_ends_with_its_carrier_and_holds_no_tensor():
-    carrier = Apart(60)
+    carrier = LateCopies(60)
     (thread,) = [t for t in threading.enumerate() if t.name == "fzero-copies" and t.is_alive()][-1:]
     source = torch.ones(2)
     seen = weakref.ref(source)

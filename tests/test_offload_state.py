@@ -187,7 +187,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         (("fast",), {}, "tier='fast': not one of 'cpu', 'nvme', 'auto'"),
         (("cpu", "opt_state"), {"path": "/scratch"}, "'cpu' is memory"),
         (("cpu", ()), {}, "nothing to offload"),
-        (("nvme",), {"path": [""]}, "no directory's name"),
+        (("nvme",), {"path": [""]}, "not a directory's name"),
         (("nvme",), {"path": 3}, "3 is not a directory's name"),
         (("cpu", "opt_state", "params"), {}, "one tier and the roles"),
         (("cpu", "params"), {"update_on": "host"}, "which is not offloaded here"),

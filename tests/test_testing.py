@@ -24,7 +24,7 @@ from fzero import optim, tree
 from fzero.build import build
 from fzero.cli import main
 from fzero.comm import shared
-from fzero.comm.host import Apart
+from fzero.comm.late_copies import LateCopies
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
 from fzero.lowering import update_graph
 from fzero.lowering.lower import base_program
@@ -220,9 +220,9 @@ def saved_swapped(patch):
 
 
 def copy_not_made(patch):
-    start = Apart.to_device_start
+    start = LateCopies.to_device_start
     patch.setattr(
-        Apart,
+        LateCopies,
         "to_device_start",
         lambda self, sources, into=None: start(self, [torch.zeros_like(x) for x in sources], into),
     )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero.comm.copies import copies
 from fzero.comm.disk import aligned
-from fzero.comm.host import copies
 from fzero.errors import TierError, message
 from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
 from fzero.mesh import Mesh

@@ -113,7 +113,7 @@ class Lowered:
         return () if self.watched is None else self.watched.names
 
     def after(self, name: str) -> Program:
-        """The program that a pass made on the way: one of `fzero.pipeline.NAMES`.
+        """The program that a pass made on the way: one of fzero/passes/pipeline.py, or a transform's own.
 
         Raises:
             FzeroValueError: no such pass, or none that a step of this kind goes through.

@@ -75,7 +75,8 @@ class Placement:
     grid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.kind == "shard" else ())
+        if self.grid:
+            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.kind == "shard" else ())
 
     def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = ()) -> Placement:
         """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for."""

@@ -1,0 +1,152 @@
+"""Copies tensors between the device and the host.
+
+On a CPU host and device are one memory and a copy hands on what it is given. On CUDA copies run on two streams, one
+each way. Every copy is a start, which returns at once, and a wait. Nothing here knows programs: what lies where, and
+when it may be written again, is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fzero.mesh import Mesh
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at
+    its begin and end."""
+
+    filled: Tensors
+    sources: Tensors
+    done: Callable[[], None]
+    span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def wait(self) -> Tensors:
+        """The tensors, filled: for what the host or the device, whichever they are on, does next."""
+        self.done()
+        return self.filled
+
+
+class Copies(Protocol):
+    """Copies between the device and the host of a mesh. Tensors of `into` that are their sources stay as they are.
+
+    Without `into`, which only one memory for both allows, the sources are handed on.
+    """
+
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
+
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
+
+    def settle(self, written: Tensors) -> None:
+        """Returns once the host may write these: on CUDA the wait for a copy to the device holds up the device alone,
+        and the copy may still read them."""
+
+    def reached(self) -> Callable[[], object] | None:
+        """A wait for the device to have done all that it was told before this call; None where it has."""
+
+
+def copies(mesh: Mesh) -> Copies:
+    """The copier between device and host of a mesh, made on first use."""
+    if mesh.context.copies is None:
+        if mesh.device.type == "cuda":
+            mesh.context.copies = Streams(mesh.device)
+        elif mesh.unified_memory:
+            mesh.context.copies = Unified()
+        else:
+            from fzero.comm.late_copies import LateCopies  # a double, which most runs need not load
+
+            mesh.context.copies = LateCopies(mesh.timeout)
+    return mesh.context.copies
+
+
+class Unified:
+    """Copies within one memory: everything is where it should be, except for a leaf of the state that is to have
+    another's value."""
+
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        for source, target in moves(sources, into or sources):
+            target.copy_(source)
+        return Copy(into or sources, sources, lambda: None)
+
+    to_device_start = to_host_start
+
+    def settle(self, written: Tensors) -> None:
+        pass
+
+    def reached(self) -> None:
+        pass
+
+
+class Streams:
+    """Copies on a CUDA device by two streams, so that transfers to the host do not queue behind those from there.
+
+    A copy begins when the device has done all that it was told before the start: sources are made by then, and nobody
+    reads what lay in `into`. The copy keeps its sources alive until it is dropped, after its wait.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # of copies to the device that were waited for and may not be done: what they read
+        self._reading: list[tuple[torch.cuda.Event, Tensors]] = []
+
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        filled, begin, done = self._start(self._to_host, sources, into)
+        return Copy(filled, sources, done.synchronize, (begin, done))
+
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        filled, begin, done = self._start(self._to_device, sources, into)
+
+        def wait() -> None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            self._reading = [(e, read) for e, read in (*self._reading, (done, sources)) if not e.query()]
+
+        return Copy(filled, sources, wait, (begin, done))
+
+    def settle(self, written: Tensors) -> None:
+        for done, read in self._reading:
+            if meet(read, written):
+                done.synchronize()
+
+    def reached(self) -> Callable[[], object]:
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(self._device))
+        return done.synchronize
+
+    def _start(
+        self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None
+    ) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
+        assert into is not None, "two memories"
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        with torch.cuda.stream(stream):
+            for source, target in moves(sources, into):
+                target.copy_(source, non_blocking=True)
+        # the host sleeps meanwhile: its cores have updates to compute
+        done = torch.cuda.Event(enable_timing=True, blocking=True)
+        done.record(stream)
+        return into, begin, done
+
+
+def meet(some: Tensors, others: Tensors) -> bool:
+    """Whether tensors have bytes of memory in common, by the ranges they span."""
+    spans = [[(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors if x.numel()] for tensors in (some, others)]
+    return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of which the second is not the first."""
+    return [(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()]
