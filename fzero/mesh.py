@@ -12,9 +12,8 @@ import itertools
 import math
 import os
 import secrets
-import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,9 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
-from fzero.errors import BusyError, DivergenceError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, message
 from fzero.exclusive import Exclusive, Holding
+from fzero.local_device import choose_device, compare_devices, one_visible
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
@@ -330,7 +330,7 @@ def make_mesh(
             message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
         )
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    where, unused = choose_device(device, local, locals_, available, _one_visible(os.environ))
+    where, unused = choose_device(device, local, locals_, available, one_visible(os.environ))
     if unused and local == 0:
         warnings.warn(unused, stacklevel=2)
     device = where.type
@@ -357,10 +357,10 @@ def make_mesh(
         dist.broadcast_object_list(generation)
         store = dist.PrefixStore(f"fzero/generation/{generation[0]}", compat.default_store())
         launcher.tell_through(store)
-        _compare_devices(store, rank, world, where, timeout)
+        compare_devices(store, rank, world, where, timeout)
     else:
         store = meet(rank, world, timeout)
-        _compare_devices(store, rank, world, where, timeout)
+        compare_devices(store, rank, world, where, timeout)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
@@ -371,97 +371,6 @@ def make_mesh(
     gathers = groups_along(axes, timeout, compat.nccl_ahead()) if device == "cuda" else None
     shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
     return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
-
-
-def choose_device(
-    asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
-) -> tuple[torch.device, str | None]:
-    """The device of this process, and a warning if it could have been a better one.
-
-    Args:
-        asked: what the user asked for, if anything.
-        local, num_local: this process among those of its host.
-        num_cuda: how many CUDA devices it sees.
-        one_visible: whether each process sees a CUDA device of its own only, as Slurm and Ray arrange it.
-
-    Raises:
-        FzeroValueError: no such device, or not one for every process.
-    """
-    seen = (
-        f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
-    )
-    if asked not in (None, "cpu", "cuda"):
-        fix = "device='cpu' or 'cuda', or leave it out"
-        raise FzeroValueError(
-            message(
-                "make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix
-            )
-        )
-    if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
-        return torch.device("cuda", 0), None
-    if asked != "cpu" and num_cuda >= max(num_local, local + 1):
-        return torch.device("cuda", local), None
-    if asked == "cuda":
-        fix = (
-            f"start at most {num_cuda} processes on this host, or take device='cpu'"
-            if num_cuda
-            else "device='cpu', or a PyTorch that sees the GPU"
-        )
-        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", [seen], fix))
-    unused = (
-        f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'"
-        if num_cuda and asked is None
-        else None
-    )
-    return torch.device("cpu"), unused
-
-
-def device_problems(names: Sequence[str]) -> list[str]:
-    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
-    GPU for several ranks."""
-    kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
-    if len(kinds) > 1:
-        return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
-    ranks = {name: [r for r, other in enumerate(names) if other == name] for name in names if name != "cpu"}
-    return [
-        f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}"
-        for name, same in ranks.items()
-        if len(same) > 1
-    ]
-
-
-def _compare_devices(store: dist.Store, rank: int, world: int, device: torch.device, timeout: float) -> None:
-    keys = [f"fzero/device/{r}" for r in range(world)]
-    store.set(keys[rank], _name_of(device))
-    if missing := absent(store, keys, timeout):
-        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
-        raise DivergenceError(
-            message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
-        )
-    if problems := device_problems([name.decode() for name in store.multi_get(keys)]):
-        fix = (
-            "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
-            "to all"
-        )
-        raise FzeroValueError(message("make_mesh", "the ranks' devices do not make a mesh", problems, fix))
-
-
-def _name_of(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    found = torch.cuda.get_device_properties(device)
-    return f"cuda {socket.gethostname()} {getattr(found, 'uuid', '')} {getattr(found, 'pci_bus_id', device.index)}"
-
-
-def _one_visible(environment: Mapping[str, str]) -> bool:
-    """Whether the environment shows this process one GPU: its own, or, as `_compare_devices` finds out, the same as its
-    neighbours."""
-    named = [
-        environment[name]
-        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-        if name in environment
-    ]
-    return bool(named) and all(devices and "," not in devices for devices in named)
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
@@ -489,15 +398,6 @@ def close_mesh() -> None:
     leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """The keys of a store that nobody has set within `timeout` seconds, by position."""
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout))
-    except (dist.DistError, RuntimeError):
-        return [i for i, key in enumerate(keys) if not store.check([key])]
-    return []
 
 
 def _checked(axes: dict[str, int]) -> dict[str, int]:

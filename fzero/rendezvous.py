@@ -134,3 +134,12 @@ def _ack(generation: str, rank: int) -> str:
 
 def _go(generation: str) -> str:
     return f"fzero/go/{generation}"
+
+
+def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
+    """The keys of a store that nobody has set within `timeout` seconds, by position."""
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except (dist.DistError, RuntimeError):
+        return [i for i, key in enumerate(keys) if not store.check([key])]
+    return []

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fzero as fz
 from fzero import checkpoint, tree
 from fzero.checkpoint import format, index, reading, saving, skeleton
 from fzero.checkpoint.ranks import Ranks
@@ -367,6 +368,40 @@ class Impostor:
 
     def __init__(self, **_: Any) -> None:
         type(self).ran = True
+
+
+def _before_the_rooms(found: Any) -> Any:
+    """A skeleton with its types under the modules that held them in 0.1."""
+    moved = {now: before for before, now in skeleton._MOVED.items()}
+    if isinstance(found, dict):
+        return {key: moved.get(x, x) if key == "namedtuple" else _before_the_rooms(x) for key, x in found.items()}
+    return [_before_the_rooms(x) for x in found] if isinstance(found, list) else found
+
+
+@pytest.mark.parametrize(
+    ("transform", "slot", "module"),
+    [
+        (fz.mixed_precision("auto", start="fp16"), "precision", "fzero.program.counters:PrecisionState"),
+        (fz.fp8(scales="tensor", scaling="delayed"), "fp8", "fzero.program.delayed:Fp8State"),
+    ],
+    ids=["precision", "fp8"],
+)
+def test_types_that_have_moved_since_are_found(tmp_path: Path, transform: Any, slot: str, module: str) -> None:
+    """A checkpoint that names the modules as they were is the state it was, to the bit, and trains on."""
+    step = transform(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-2)))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    batch = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
+    state, _ = train(train.init({"w": torch.eye(16)}), batch)
+    checkpoint.save(tmp_path, state)
+    edit(checkpoint.latest(tmp_path), lambda content: content.update(skeleton=_before_the_rooms(content["skeleton"])))
+    assert module in (checkpoint.latest(tmp_path) / "index.json").read_text()
+    assert type(checkpoint.structure(tmp_path).extras[slot]) is type(state.extras[slot])
+    other = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    again = other.restore(tmp_path)
+    assert type(again.extras[slot]) is type(state.extras[slot])
+    for got, want in ((again, state), (other(again, batch)[0], train(state, batch)[0])):
+        for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

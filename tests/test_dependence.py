@@ -17,9 +17,9 @@ from fzero.errors import VerifyError
 from fzero.layout import Layout, Leaf
 from fzero.lowering import variants
 from fzero.program import dependence
+from fzero.program.aliases import Views
 from fzero.program.dependence import dependences, scheduled
 from fzero.program.ir import MOVING, Line, Program, Value
-from fzero.program.views import Views
 
 # --- each kind of edge ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from fzero import compat
 from fzero.errors import FzeroValueError
-from fzero.mesh import _one_visible, choose_device, device_problems, groups_along, make_mesh
+from fzero.local_device import choose_device, device_problems, one_visible
+from fzero.mesh import groups_along, make_mesh
 
 
 def wanted(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> str:
@@ -68,11 +70,11 @@ def test_devices_that_there_is_nothing_for(device: str) -> None:
 
 
 def test_which_environments_show_one_gpu() -> None:
-    assert _one_visible({"CUDA_VISIBLE_DEVICES": "3"}) and _one_visible({"HIP_VISIBLE_DEVICES": "0"})
+    assert one_visible({"CUDA_VISIBLE_DEVICES": "3"}) and one_visible({"HIP_VISIBLE_DEVICES": "0"})
     assert (
-        not _one_visible({})
-        and not _one_visible({"CUDA_VISIBLE_DEVICES": "0,1"})
-        and not _one_visible({"CUDA_VISIBLE_DEVICES": ""})
+        not one_visible({})
+        and not one_visible({"CUDA_VISIBLE_DEVICES": "0,1"})
+        and not one_visible({"CUDA_VISIBLE_DEVICES": ""})
     )
 
 
@@ -101,16 +103,16 @@ def test_devices_that_make_no_mesh() -> None:
 
 
 def another_device(rank: int) -> None:
-    from fzero import mesh
+    from fzero import local_device
 
-    name_of = mesh._name_of
-    mesh._name_of = lambda device: (
-        "cuda host gpu-1 1" if rank < 0 or int(mesh.os.environ["RANK"]) == rank else name_of(device)
+    name_of = local_device._name_of
+    local_device._name_of = lambda device: (
+        "cuda host gpu-1 1" if rank < 0 or int(os.environ["RANK"]) == rank else name_of(device)
     )
     try:
         make_mesh(data=2, timeout=20)
     finally:
-        mesh._name_of = name_of
+        local_device._name_of = name_of
 
 
 @pytest.mark.parametrize(("rank", "said"), [(1, "rank 1 is on 'cuda'"), (-1, "ranks 0, 1 have one GPU")])

@@ -16,8 +16,9 @@ from fzero import optim
 from fzero.errors import FzeroValueError
 from fzero.passes import remat
 from fzero.passes.remat import rewrite
-from fzero.passes.split import Choices, flops_of
+from fzero.passes.split import Choices
 from fzero.program.ir import Program
+from fzero.trace.flops import operations
 
 FRACTIONS = [i / 16 for i in range(17)]
 
@@ -48,7 +49,7 @@ def saved_bytes(program: Program) -> int:
 
 def flops(program: Program) -> int:
     return sum(
-        flops_of(n)
+        operations(n)
         for line, _ in program.walk()
         if line.op == "call"
         for n in program.functions[line.fn].graph.graph.nodes

@@ -33,7 +33,8 @@ import torch
 from fzero import units
 from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, message
-from fzero.mesh import Mesh, absent
+from fzero.mesh import Mesh
+from fzero.rendezvous import absent
 
 logger = logging.getLogger("fzero")
 

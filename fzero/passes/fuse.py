@@ -17,7 +17,8 @@ import torch.fx as fx
 from fzero.program.attrs import CallAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
-from fzero.trace.record import Recorded, merge_equal
+from fzero.trace.merge_equal import merge_equal
+from fzero.trace.record import Recorded
 
 
 def rewrite(program: Program) -> Program:

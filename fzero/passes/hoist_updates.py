@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fzero.program.aliases import Views
 from fzero.program.dependence import dependences, scheduled
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES, OPS
-from fzero.program.views import Views
 
 
 def hoist_updates(program: Program) -> Program:

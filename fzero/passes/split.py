@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from fzero import compat
 from fzero.program.lines import Functions
 from fzero.trace.block import Joint
+from fzero.trace.flops import operations
 from fzero.trace.record import Recorded
-from fzero.trace.storages import is_view, storage_of
+from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import ancestors, extract, reached, views_of
 
 aten = torch.ops.aten
@@ -84,7 +83,7 @@ class Choices:
             if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
         ]
         self.nbytes = {n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize for n in can}
-        self.flops = {n: flops_of(n) for n in self.early}
+        self.flops = {n: operations(n) for n in self.early}
         self._stop = set(self.places)
         self._roots = roots
 
@@ -196,22 +195,6 @@ class Choices:
             {n.name: n.meta["val"] for n in saved},
             {n.name: self.reused[n] for n in keep if n in self.reused},
         )
-
-
-def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of one node: of products as PyTorch counts them, of anything else one an element; none
-    for a view."""
-    if node.target is operator.getitem or is_view(node):
-        return 0
-    arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    (args, kwargs), value = arguments, node.meta["val"]
-    kind = getattr(node.target, "overloadpacket", None)
-    if kind in flop_registry:
-        return int(flop_registry[kind](*args, **kwargs, out_val=value))
-    if kind is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
-    results = value if isinstance(value, (tuple, list)) else (value,)
-    return max((x.numel() for x in (*args, *results) if isinstance(x, torch.Tensor)), default=0)
 
 
 def _pruned(source: Recorded, inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[Recorded, tuple[int, ...]]:

@@ -14,23 +14,22 @@ import functools
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import kernels
-from fzero.plan.inductor.nodes import PRODUCTS, packet
 from fzero.plan.inductor.temporaries import temporaries
 from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.block import Joint
+from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.subgraph import ancestors
 
 aten = torch.ops.aten
@@ -99,7 +98,7 @@ def _cost(function: Function, backend: str) -> Cost:
     for node in function.graph.graph.nodes:
         if amount := product_flops(node):
             flops[_dtype(node)] += amount
-            if way := _attention(node):
+            if way := attention_of(node):
                 attention[_dtype(node), way] += amount
     return Cost(
         flops=dict(flops),
@@ -108,37 +107,6 @@ def _cost(function: Function, backend: str) -> Cost:
         product_bytes=sum(k.nbytes for k in found.kernels if k.product is not None),
         num_kernels=len(found.kernels),
     )
-
-
-def product_flops(node: fx.Node) -> float:
-    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
-
-    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
-    scores that it computes again.
-    """
-    kind = packet(node)
-    if kind not in PRODUCTS:
-        return 0
-    formula = _ATTENTION_ON_CPU.get(kind) or flop_registry[kind]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
-    return formula(*args, **kwargs, out_val=node.meta["val"])
-
-
-_ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(
-        d.shape, q.shape, k.shape, v.shape
-    ),
-}
-"""What torch's registry lacks."""
-
-
-def _attention(node: fx.Node) -> str:
-    """ "forward" or "backward" of a node that is fused attention, else nothing."""
-    name = str(packet(node))
-    return "" if "attention" not in name else "backward" if name.endswith("backward") else "forward"
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -302,7 +270,7 @@ def _counted(nodes: Iterable[fx.Node]) -> float:
     spends 2.5 times."""
     total = 0.0
     for node in nodes:
-        total += product_flops(node) * (0.8 if _attention(node) == "backward" else 1)
+        total += product_flops(node) * (0.8 if attention_of(node) == "backward" else 1)
     return total
 
 

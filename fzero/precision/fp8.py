@@ -36,7 +36,8 @@ from fzero.precision.delayed import Operands
 from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
 from fzero.program.lines import Inputs
 from fzero.trace.block import Joint, call_block, call_vjp
-from fzero.trace.record import Recorded, merge_equal, record
+from fzero.trace.merge_equal import merge_equal
+from fzero.trace.record import Recorded, record
 from fzero.trace.subgraph import extract, inlined, reached
 
 aten = torch.ops.aten

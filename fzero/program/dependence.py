@@ -21,10 +21,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fzero.program.aliases import Views
 from fzero.program.attrs import BufferAttrs
 from fzero.program.ir import Line
 from fzero.program.ops import COPIES, OPS, STARTS
-from fzero.program.views import Views
 
 
 def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from fzero.program.aliases import Views
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES, OPS, Start
-from fzero.program.views import Views
 
 Interval = tuple[int, int]
 """The first and the last line, both inclusive."""

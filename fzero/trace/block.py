@@ -25,7 +25,8 @@ from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, TraceError, message
 from fzero.trace import checks
-from fzero.trace.record import Recorded, Recorder, functional, merge_equal, record
+from fzero.trace.merge_equal import merge_equal
+from fzero.trace.record import Recorded, Recorder, functional, record
 from fzero.trace.settings import Settings, changes, settings
 from fzero.trace.subgraph import Part
 from fzero.trace.subgraph import signature as function_signature

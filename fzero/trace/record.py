@@ -29,6 +29,7 @@ from fzero.operators.recurrent import RNN
 from fzero.trace import checks, overwrites, strides
 from fzero.trace.exact_types import check_types
 from fzero.trace.known_values import Known, Unknown
+from fzero.trace.merge_equal import merge_equal
 from fzero.trace.meta_cache import Results
 from fzero.trace.refusals import (
     CHANGES,
@@ -48,7 +49,6 @@ from fzero.trace.refusals import (
     user_place,
     within,
 )
-from fzero.trace.settings import exact
 from fzero.trace.storages import is_view
 from fzero.trace.switches import without_autocast
 
@@ -632,30 +632,6 @@ def record(
     merge_equal(recorded.graph)
     recorded.graph.eliminate_dead_code()
     return recorded
-
-
-def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:
-    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and
-    reported. With `groups` only of operations in one group."""
-    seen: dict[Any, fx.Node] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return (type(value), *map(plain, value))
-        if isinstance(value, dict):
-            return tuple(sorted((k, plain(v)) for k, v in value.items()))
-        return exact(value)
-
-    for node in list(graph.nodes):
-        if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
-            continue
-        if groups is not None and node not in groups:
-            continue
-        key = (groups and groups[node], node.target, plain(node.args), plain(node.kwargs))
-        first = seen.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
 
 
 # --- without in-place operations ---

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fzero.plan.inductor.nodes import PRODUCTS, by_locality, contiguous, in_order, maker_of, nbytes, numel, packet
+from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
+from fzero.trace.flops import PRODUCTS, packet
 from fzero.trace.record import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
 

@@ -9,35 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from fzero.operators.scaled_matmul import scaled_mm
+from fzero.trace.flops import PRODUCTS, packet
 from fzero.trace.storages import writes
 
 aten = torch.ops.aten
-
-PRODUCTS = {
-    aten.mm,
-    aten.addmm,
-    aten.bmm,
-    aten.baddbmm,
-    aten._scaled_mm,
-    scaled_mm.overloadpacket,
-    aten.convolution,
-    aten.convolution_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
-}
-"""Operations that are a library's own kernel: what they read and write is in memory."""
-
-
-def packet(node: fx.Node) -> object:
-    """The operator of a node, whatever its overload; None of what calls none."""
-    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:

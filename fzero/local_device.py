@@ -1,0 +1,103 @@
+"""Chooses the device of each rank, and compares those of all ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fzero.errors import DivergenceError, FzeroValueError, message
+from fzero.rendezvous import absent
+
+
+def choose_device(
+    asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
+) -> tuple[torch.device, str | None]:
+    """The device of this process, and a warning if it could have been a better one.
+
+    Args:
+        asked: what the user asked for, if anything.
+        local, num_local: this process among those of its host.
+        num_cuda: how many CUDA devices it sees.
+        one_visible: whether each process sees a CUDA device of its own only, as Slurm and Ray arrange it.
+
+    Raises:
+        FzeroValueError: no such device, or not one for every process.
+    """
+    seen = (
+        f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
+    )
+    if asked not in (None, "cpu", "cuda"):
+        fix = "device='cpu' or 'cuda', or leave it out"
+        raise FzeroValueError(
+            message(
+                "make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix
+            )
+        )
+    if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
+        return torch.device("cuda", 0), None
+    if asked != "cpu" and num_cuda >= max(num_local, local + 1):
+        return torch.device("cuda", local), None
+    if asked == "cuda":
+        fix = (
+            f"start at most {num_cuda} processes on this host, or take device='cpu'"
+            if num_cuda
+            else "device='cpu', or a PyTorch that sees the GPU"
+        )
+        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", [seen], fix))
+    unused = (
+        f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'"
+        if num_cuda and asked is None
+        else None
+    )
+    return torch.device("cpu"), unused
+
+
+def device_problems(names: Sequence[str]) -> list[str]:
+    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
+    GPU for several ranks."""
+    kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
+    if len(kinds) > 1:
+        return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
+    ranks = {name: [r for r, other in enumerate(names) if other == name] for name in names if name != "cpu"}
+    return [
+        f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}"
+        for name, same in ranks.items()
+        if len(same) > 1
+    ]
+
+
+def compare_devices(store: dist.Store, rank: int, world: int, device: torch.device, timeout: float) -> None:
+    keys = [f"fzero/device/{r}" for r in range(world)]
+    store.set(keys[rank], _name_of(device))
+    if missing := absent(store, keys, timeout):
+        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
+        raise DivergenceError(
+            message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
+        )
+    if problems := device_problems([name.decode() for name in store.multi_get(keys)]):
+        fix = (
+            "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
+            "to all"
+        )
+        raise FzeroValueError(message("make_mesh", "the ranks' devices do not make a mesh", problems, fix))
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return f"cuda {socket.gethostname()} {getattr(found, 'uuid', '')} {getattr(found, 'pci_bus_id', device.index)}"
+
+
+def one_visible(environment: Mapping[str, str]) -> bool:
+    """Whether the environment shows this process one GPU: its own, or, as `compare_devices` finds out, the same as its
+    neighbours."""
+    named = [
+        environment[name]
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        if name in environment
+    ]
+    return bool(named) and all(devices and "," not in devices for devices in named)

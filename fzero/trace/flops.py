@@ -1,0 +1,85 @@
+"""Counts the floating-point operations of recorded operations: what remat recomputes, and what a plan prices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fzero.operators.scaled_matmul import scaled_mm
+from fzero.trace.storages import is_view
+
+aten = torch.ops.aten
+
+PRODUCTS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten._scaled_mm,
+    scaled_mm.overloadpacket,
+    aten.convolution,
+    aten.convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+"""Operations that are a library's own kernel: what they read and write is in memory."""
+
+
+def packet(node: fx.Node) -> object:
+    """The operator of a node, whatever its overload; None of what calls none."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+def product_flops(node: fx.Node) -> float:
+    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
+
+    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
+    scores that it computes again.
+    """
+    kind = packet(node)
+    if kind not in PRODUCTS:
+        return 0
+    formula = _ATTENTION_ON_CPU.get(kind) or flop_registry[kind]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+_ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(
+        d.shape, q.shape, k.shape, v.shape
+    ),
+}
+"""What torch's registry lacks."""
+
+
+def operations(node: fx.Node) -> int:
+    """Floating-point operations of one node: of products as `product_flops`, of anything else one an element; none for
+    a view."""
+    if node.target is operator.getitem or is_view(node):
+        return 0
+    if amount := product_flops(node):
+        return int(amount)
+    arguments, value = fx.map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"]
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = (x for x in (*arguments, *results) if isinstance(x, torch.Tensor))  # type: ignore[misc]
+    return max((x.numel() for x in tensors), default=0)
+
+
+def attention_of(node: fx.Node) -> str:
+    """ "forward" or "backward" of a node that is fused attention, else nothing."""
+    name = str(packet(node))
+    return "" if "attention" not in name else "backward" if name.endswith("backward") else "forward"
