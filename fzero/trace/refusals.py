@@ -186,7 +186,7 @@ def _facts() -> dict[Any, str]:
 
 
 _FACTS = _facts()
-_SETS_DATA = torch.Tensor.data.__set__
+_SETS_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _LOOKED_AT = frozenset((*_FACTS, *_LAYOUTS, *_TEXTS, _SETS_DATA))
 
 

@@ -1,0 +1,108 @@
+"""The dependence graph of a program's lines, and the list scheduler that puts them in an order that it allows.
+
+All that keeps one line behind another is here, from what the op table says of each: what it reads, what it writes and
+what shares memory with what. Where a line is best placed, within that, is for the passes that ask (passes/overlap.py,
+passes/hoist_updates.py).
+
+[Note: dependences] A line comes after
+  - the line that makes what it reads, and the last one that wrote in the memory in which that lies;
+  - of memory that it writes, every line that reads there, and the last one that wrote there: leaves of the state are
+    donated, `add` adds where totals lie. Who writes a copy of a leaf, or the memory for its new value, writes the leaf.
+A transfer reads and writes until its wait: for what comes later both of them do. Lines with a body do what that does.
+
+Transfers over one axis may start in any order, if it is the same on every rank: it is, for all of this is a function of
+the program.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fzero.program.aliases import Views
+from fzero.program.attrs import BufferAttrs
+from fzero.program.ir import Line
+from fzero.program.ops import COPIES, OPS, STARTS
+
+
+def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
+    """For each line the numbers of those that it must come after; of some that follow from others only these. See
+    [Note: dependences].
+
+    Args:
+        lines: of a program, or of one body in it: what is made outside is there.
+        views: of the whole program.
+    """
+    before: list[set[int]] = []
+    made: dict[str, int] = {}
+    started: dict[str, int] = {}
+    written: dict[str, int] = {}  # by the value whose memory it is the last line that wrote there
+    read: dict[str, list[int]] = defaultdict(list)  # and those that have read it since
+    leaf: dict[str, str] = {}  # by a copy, or memory for a new value, what it is of
+    for number, line in enumerate(lines):
+        row, start = OPS[line.op], None
+        if row.waits and line.args[0] in started:
+            start = lines[started[line.args[0]]]
+        touches = [line, *_inside(line)]
+        reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
+        writes = [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
+        writes += [leaf[w] for w in writes if w in leaf]
+        memory = [root for a in reads for root in views.roots(a)]
+        overwritten = [root for w in writes for root in views.roots(w)]
+        after = {made[a] for a in reads if a in made}
+        after.update(written[root] for root in (*memory, *overwritten) if root in written)
+        after.update(reader for root in overwritten for reader in read[root])
+        before.append(after)
+        for root in memory:
+            read[root].append(number)
+        for root in overwritten:
+            written[root], read[root] = number, []
+        for x in touches:
+            made.update((v.name, number) for v in x.out)
+        if line.op in STARTS:
+            started[line.out[0].name] = number
+        reserved = line.attrs.leaves if isinstance(line.attrs, BufferAttrs) else ()
+        sources = STARTS[start.op].sent(start) if start and start.op in COPIES else reserved
+        leaf.update((v.name, leaf.get(a, a)) for v, a in zip(line.out, sources, strict=False))
+    return before
+
+
+def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Sequence[Any]) -> list[Line]:
+    """The lines in the order of their priorities, as far as dependences allow it: of those that may come next the one
+    with the least.
+
+    Args:
+        lines: of a program, or of one body in it.
+        before: for each line those that it must come after.
+        priority: of each line, no two alike.
+    """
+    left = [len(numbers) for numbers in before]
+    after: list[list[int]] = [[] for _ in lines]
+    for number, numbers in enumerate(before):
+        for i in numbers:
+            after[i].append(number)
+    ready = [(priority[i], i) for i, num in enumerate(left) if not num]
+    heapq.heapify(ready)
+    out: list[Line] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        out.append(lines[number])
+        for i in after[number]:
+            left[i] -= 1
+            if not left[i]:
+                heapq.heappush(ready, (priority[i], i))
+    assert len(out) == len(lines), "dependences go in a circle"
+    return out
+
+
+def _inside(line: Line) -> Iterator[Line]:
+    for x in line.body:
+        yield x
+        yield from _inside(x)
+
+
+def _writes(line: Line) -> Sequence[str]:
+    """The values in whose memory a line writes."""
+    return (*line.writes, *line.args[: len(line.out)]) if OPS[line.op].in_place else line.writes
