@@ -3,7 +3,7 @@ tried."""
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ def test_advice_was_tried() -> None:
 
 def test_few_programs_are_lowered_for_advice_on_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the first ones are about what takes the most."""
-    monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "LINES_FOR_ADVICE", 0)
+    monkeypatch.setattr(importlib.import_module("fzero.lowering.lower"), "LINES_FOR_ADVICE", 0)
     advice = [x.strip() for x in refused(PLAIN, rows=4096, budget=4 * WEIGHTS) if x.strip().startswith("with ")]
     assert len(advice) == 1 and advice[0].startswith(("with fz.remat", "with fz.accumulate"))
     advice = [x.strip() for x in refused(CLIPPED, budget=3 * WEIGHTS) if x.strip().startswith("with ")]

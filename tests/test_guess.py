@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,9 @@ def batches(scales: tuple[float, ...] = SCALES) -> list[torch.Tensor]:
 @pytest.fixture
 def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the plan says of models as small as these."""
-    monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "fastest", lambda build, choices, budget: choices[-1])
+    monkeypatch.setattr(
+        importlib.import_module("fzero.lowering.lower"), "fastest", lambda build, choices, budget: choices[-1]
+    )
 
 
 def run(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -306,7 +306,9 @@ def test_a_gradient_that_is_read_before_it_is_written_is_refused(tmp_path: Path)
 @pytest.mark.usefixtures("all_leave")
 def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of guesses that are right and of some that are wrong."""
-    monkeypatch.setattr(sys.modules["fzero.lowering.lower"], "fastest", lambda build, choices, budget: choices[-1])
+    monkeypatch.setattr(
+        importlib.import_module("fzero.lowering.lower"), "fastest", lambda build, choices, budget: choices[-1]
+    )
     want, apart = test_guess.waited(), fz.make_mesh(data=1, unified_memory=False)
     for name, options in (
         ("disk", {}),
