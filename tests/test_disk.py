@@ -215,7 +215,7 @@ def test_runs_that_cannot_be_moved(tmp_path: Path) -> None:
         "6 runs" in text
         and text.count("not aligned to 4096") == 3
         and text.count("not within the 16384") == 2
-        and "no flat uint8" in text
+        and "not a flat uint8" in text
     )
     assert found.bytes_written == 0
     found.close()

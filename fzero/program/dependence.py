@@ -1,4 +1,4 @@
-"""The dependence graph of a program's lines, and the list scheduler that puts them in an order that it allows.
+"""Finds which lines of a program must come after which, and puts lines in an order that this allows: a list scheduler.
 
 All that keeps one line behind another is here, from what the op table says of each: what it reads, what it writes and
 what shares memory with what. Where a line is best placed, within that, is for the passes that ask (passes/overlap.py,
