@@ -73,6 +73,16 @@ class AbstractMesh:
         object.__setattr__(self, "unified_memory", device_type == "cpu" if unified_memory is None else unified_memory)
         object.__setattr__(self, "gpu_direct", gpu_direct)
 
+    def of_type(self, device_type: str) -> AbstractMesh:
+        """The same axes of devices of another type; what was not said of the memories is as usual for them."""
+        usual = self.device_type == "cpu"
+        shared = None if self.shared_memory == usual else self.shared_memory
+        unified = None if self.unified_memory == usual else self.unified_memory
+        axes: dict[str, Any] = self.axes
+        return AbstractMesh(
+            device_type=device_type, shared_memory=shared, unified_memory=unified, gpu_direct=self.gpu_direct, **axes
+        )
+
     @property
     def size(self) -> int:
         return math.prod(self.axes.values())
@@ -271,8 +281,7 @@ def make_mesh(
         shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them
             through gloo.
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
-            offloaded is copied, as for a GPU, by a
-            thread: for tests, to no other use.
+            offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
         gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default
             on CUDA where kvikio is installed.
         **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be

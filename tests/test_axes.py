@@ -604,3 +604,26 @@ def test_an_axis_of_one_device_is_no_axis():
 
 def test_a_tuple_of_one_axis_is_that_axis():
     assert fz.shard_params(axis=("data",)) == fz.shard_params(axis="data")
+
+
+def test_with_one_rank_along_the_faster_axes_nothing_stays_whole() -> None:
+    meta, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(2, 64, device="meta")
+    for axes in ({"node": 8, "data": 1}, {"node": 1, "data": 8}):
+        step = fz.shard_params(axis=("data", "node"))(fz.train_step(_square, optim.sgd(0.1)))
+        plain, once = (
+            fz.lower(fz.accumulate(s, 2), fz.AbstractMesh(**axes), meta, batch).program
+            for s in (step, fz.once_a_step(step))
+        )
+        assert once.lines == plain.lines
+
+
+def test_decisions_name_kept_gathers_only_where_there_are_some() -> None:
+    meta, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(2, 64, device="meta")
+    for stage, told in ((fz.shard_params, True), (fz.shard_grads, False)):
+        step = fz.compose(stage(axis=("data", "node")), fz.once_a_step())(fz.train_step(_square, optim.sgd(0.1)))
+        plan = fz.lower(step, fz.AbstractMesh(node=2, data=2), meta, batch).plan
+        assert ("gathered once a step" in [d.what for d in plan.decisions]) is told
+
+
+def _square(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ params["w"]).square().mean()

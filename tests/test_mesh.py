@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fzero as fz
 from fzero.errors import FzeroValueError
 from fzero.mesh import AXES, AbstractMesh, Mesh, close_mesh, make_mesh
 
@@ -165,3 +166,13 @@ def test_groups_hold_the_ranks_that_differ_in_one_axis(run_ranks):
             and seen["sums"] == {"data": 2**rank, "replica": 0b11}
             and seen["index"] == 0
         )
+
+
+def test_a_mesh_of_another_type_keeps_what_was_said_of_it() -> None:
+    assert fz.AbstractMesh(data=4).of_type("cuda") == fz.AbstractMesh(data=4, device_type="cuda")
+    assert fz.AbstractMesh(data=4, gpu_direct=True).of_type("cuda").gpu_direct
+    assert not fz.AbstractMesh(data=4, shared_memory=False).of_type("cuda").shared_memory
+    step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1))
+    params, batch = {"w": torch.empty(4, 4, device="meta")}, torch.empty(2, 4, device="meta")
+    mesh = fz.AbstractMesh(data=1, gpu_direct=True)
+    assert fz.lower(step, mesh, params, batch, device="h100").program.mesh.gpu_direct

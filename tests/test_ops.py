@@ -24,6 +24,7 @@ from fzero.plan.devices import get_device
 from fzero.plan.memory import memory_of
 from fzero.program.attrs import Attrs
 from fzero.program.ir import Line, Program, Value, local_bytes
+from fzero.program.names import Names
 from fzero.program.ops import OPS
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told
 from fzero.program.verify import verify
@@ -205,3 +206,9 @@ def test_each_row_is_complete() -> None:
         assert type(row).check is not Op.check
         if not row.body and name != "update":
             assert type(row).means is not Op.means, name
+
+
+def test_an_op_added_later_hides_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Names()("clamp") == "clamp"
+    monkeypatch.setitem(OPS, "clamp", Clamp())
+    assert Names()("clamp") == "clamp_"

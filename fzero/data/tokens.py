@@ -30,9 +30,8 @@ DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 
 _DIGESTED = (1 << 16, 256)  # tokens a piece, pieces: what of a corpus its digest is made of
 
-_ROUNDS = (
-    8  # of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones
-)
+# Of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones.
+_ROUNDS = 8
 
 
 class TokenDataset:

@@ -30,8 +30,8 @@ from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
 from fzero.transforms.base import find
-from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.remat import Remat
+from fzero.transforms.shard import keeps_gathers
 from fzero.units import duration, exact_size, size
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16
@@ -261,7 +261,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
                 "remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"
             )
         )
-    if (once := find(program.transforms, OnceAStep)) is not None:
+    if (once := keeps_gathers(program.transforms)) is not None:
         why = "as many blocks as fit and are fastest" if once.least < once.most else "the step says so"
         why = (
             why

@@ -61,6 +61,7 @@ from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
+from fzero.transforms.shard import keeps_gathers
 from fzero.units import parse_budgets, size
 
 LINES_FOR_ADVICE = 4_000
@@ -214,8 +215,7 @@ def lower(
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
     kind = "cuda" if rates.asynchronous else "cpu"
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
-        axes: dict[str, Any] = mesh.axes
-        mesh = AbstractMesh(device_type=kind, **axes)
+        mesh = mesh.of_type(kind)
     step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
@@ -280,7 +280,7 @@ def lower_inputs(
 
     def best(grads: Sequence[str]) -> Choice | None:
         asked = [replace(start, grads=where) for start in starts for where in grads]
-        once = find(step.transforms, OnceAStep)
+        once = keeps_gathers(step.transforms)
         open_stay = once is not None and once.least < once.most
         return choose(
             variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay

@@ -61,13 +61,14 @@ def sharable(program: Program) -> list[tuple[str, str]]:
     """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
     found: list[tuple[str, str]] = []
     sources, onward = _sources(program), _hops([x for x, _ in program.walk()])
+    values = program.values()
 
     def visit(lines: Sequence[Line]) -> None:
-        first: dict[tuple[str, ...], str] = {}
+        first: dict[tuple[tuple[str, object], ...], str] = {}
         for line in lines:
             visit(line.body)
             if line.op == _GATHER and line.out[0].name not in onward:
-                leaves = tuple(_origin(a, sources) for a in line.args)
+                leaves = tuple((_origin(a, sources), values[a].dtype) for a in line.args)
                 if leaves in first:
                     found.append((first.pop(leaves), line.out[0].name))
                 else:
@@ -355,7 +356,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
             if _is_update(line)
             else ()
         )
-        # what was written on a guess is written before it is known to be right
+        # a redo: what was written on a guess is there before it is known whether that was right
         done = reduced if line.body and line.args else ()
         if line.op == "disk_read_start":  # what was written to disk is there before it is read again
             done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}

@@ -7,9 +7,9 @@ known to have read it (see [Note: release] in program/liveness.py). Regions whos
 blocks' gathers alternate between two places, gradients are made where they are reduced, and the peak is known.
 
 Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as
-is what a gather reads, which may lie in such a region: a block's state that comes from disk is
-updated in its region, which is taken until all of it is written back; so three regions alternate, one that is read, one
-updated, one written.
+is what a gather reads, which may lie in such a region: a block's state that comes from disk is updated in its
+region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one
+written.
 """
 
 from __future__ import annotations

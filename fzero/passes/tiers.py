@@ -137,7 +137,7 @@ def saved_activations(program: Program) -> set[str]:
     found = []
     for line in lines:
         if line.op == "call" and line.is_forward:
-            # not the last block, whose backward follows at once
+            # not so the last block, whose backward follows at once: forward and backward are one call
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
                 v
@@ -552,7 +552,7 @@ class _Rewrite:
             through = [n for n in names if n not in straight]
             copies, more = self._move("to_host", through, through)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            # for what is updated on a guess
+            # a redo reads the host's copy of what was updated on a guess
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
             lines += more

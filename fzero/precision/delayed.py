@@ -39,8 +39,8 @@ class Slot(NamedTuple):
 class Fp8State(NamedTuple):
     """The history of 8-bit operands in a state."""
 
-    # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first; 0:
-    # none
+    # float32[steps, 2, number of parameters]: largest magnitudes of inputs and gradients, the latest step first;
+    # 0 is none
     history: torch.Tensor
 
 

@@ -24,7 +24,7 @@ from fzero.trace.record import Recorded
 
 @dataclass(frozen=True, kw_only=True)
 class Attrs:
-    """Nothing."""
+    """Base of the attributes of a line; says nothing itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from fzero.layout import COMPUTE
 from fzero.program.ops import OPS
-
-if TYPE_CHECKING:
-    pass
 
 RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
         *("pool", "guess"),
-        *(name for name, row in OPS.items() if row.in_text),
     }
 )
-"""What the text of a program means already: keywords, its arguments, its primitives."""
+"""Names that the text of a program has already, beside those of its ops: keywords, its arguments, its primitives."""
 
 
 class Names:
@@ -40,7 +35,7 @@ class Names:
         if not name.isidentifier():
             name = "_".join(p for p in "".join(c if c.isascii() and c.isalnum() else "_" for c in name).split("_") if p)
             name = name if name.isidentifier() else f"x_{name}"
-        name = f"{name}_" if name in RESERVED else name
+        name = f"{name}_" if name in RESERVED or (name in OPS and OPS[name].in_text) else name
         new, number = name, self._next.get(name, 1)
         while new in self._taken:
             number += 1

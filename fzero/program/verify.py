@@ -11,7 +11,7 @@ it waits for has arrived by then. Every leaf that the step assigns is written, a
 are computed with, and those in which gradients wait: these are read once they are written, and not before.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
-not list is a violation, and so is an axis that the mesh does not have. Every op listed there has a rule here.
+not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class _Checker:
                     self.bad(line, f"{name} has been overwritten")
             self._check(line)
             if line.body:
-                outside, self.turns = dict(self.known), line.count
+                outside, turns, self.turns = dict(self.known), self.turns, line.count
                 self.lines(line.body, self.known)
-                self.turns = 1
+                self.turns = turns
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in line.body if _row(x).outlives for v in x.out)
             if line.op == "redo":
@@ -87,7 +87,7 @@ class _Checker:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
                 axes = {*value.placement.axes, *value.placement.partial}
-                # it is a violation already
+                # a placement over axes that the mesh lacks is a violation already: taken as whole, it makes no others
                 self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
@@ -110,7 +110,7 @@ class _Checker:
         disk; others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is
         taken to be on the device."""
         on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
-        # is written and never read by an update
+        # copies in the compute dtype are written and never read by an update
         computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}
         placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
         self.overwritten -= on_disk | computed if placed else self.guessed

@@ -30,9 +30,8 @@ def compile(
 
     Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program
     with all ranks, compiles each distinct block once and runs. A program is kept for each kind of batch and of
-    parameters, and each setting of autocast and PyTorch's other switches, 16 of them at
-    most: the one used longest ago leaves first, with its pool, and is made again when it is needed. So pad batches to a
-    few lengths.
+    parameters, and each setting of autocast and PyTorch's other switches, 16 of them at most: the one used longest
+    ago leaves first, with its pool, and is made again when it is needed. So pad batches to a few lengths.
 
     What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an
     object is a constant of the program. The values that the loss and the optimizer read so are compared at each of the

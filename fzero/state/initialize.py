@@ -171,7 +171,7 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
-    # not -0.0
+    # told by their text, for -0.0 equals 0.0
     return made.target is aten.zeros.default or (
         made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
     )

@@ -110,9 +110,8 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.written: dict[str, str | None] = {}  # arguments that the function writes to, and where it does
         self.failure: Failure | None = None
-        self.refused: Exception | None = (
-            None  # what the function may have caught: it runs on, but not as it would in PyTorch
-        )
+        # what the function may have caught: it runs on, but not as it would in PyTorch
+        self.refused: Exception | None = None
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
         self.source = constants_from

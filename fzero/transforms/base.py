@@ -71,7 +71,8 @@ class Transform:
 
     def rewrite(self, program: Program) -> Program:
         """The program with what this transform adds of its own, behind the cut of the update; the passes of the package
-        (fzero/passes) know their specs themselves. Equal specs rewrite alike, on every rank."""
+        (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on every
+        rank, wherever their leaves rest and whatever other specs there are."""
         return program
 
     def in_program(self) -> str:

@@ -107,8 +107,8 @@ def offload(
         of: "opt_state" (the default), "params", "activations", "gradients", or several; with "auto" those that may be
             moved, by default all. Under `mixed_precision` the masters, which are only read to be cast, rest with the
             optimizer's state unless "params" says otherwise. "params" alone leaves the optimizer's state on the device.
-            "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a
-            disk: in host memory they wait wherever the plan finds that better.
+            "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a disk: in
+            host memory they wait wherever the plan finds that better.
         path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and
             now. Each rank may have its own (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others.
             What lies there is scratch of this run, never a checkpoint. "auto" uses a disk if there is a path.

@@ -24,8 +24,9 @@ class OnceAStep(Transform):
         return "an evaluation gathers each parameter once, and reduces no gradient"
 
     def before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the axes that a leaf is cut over which cut before this one does."""
-        return axes[: axes.index(self.axis)] if self.axis in axes else axes
+        """Those of the axes that a leaf is cut over which cut before this one does; all where none does, as on a mesh
+        that has one rank along each of them: gathered over this one it would be whole."""
+        return axes[: axes.index(self.axis)] if self.axis in axes[1:] else axes
 
     @property
     def least(self) -> float:
@@ -48,7 +49,8 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
 
     Args:
         step: a step; without one a transform is returned.
-        axis: the slow axis: one that leaves are sharded over, but not the one that cuts first.
+        axis: the slow axis: one that leaves are sharded over, but not the one that cuts first. On a mesh with one rank
+            along those that cut before it nothing changes.
         gathers: the share of blocks, counted from the last, whose parameters stay gathered over this axis, as shards
             over the axes that cut before it; their other gathers, for the forward and the backward of each micro-batch,
             are over those alone. "auto": as many as a memory budget has room for, and all without a budget. 0: none.

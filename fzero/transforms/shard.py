@@ -3,7 +3,7 @@ all four through one pass: fzero/passes/shard.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from fzero.arguments import Predicate, accepts, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.base import Transform, applied, find
 from fzero.transforms.once_a_step import OnceAStep
 
 Where = Predicate
@@ -207,6 +207,13 @@ def _checked(record: Parallel) -> Parallel:
     return record
 
 
+def keeps_gathers(transforms: Sequence[Transform]) -> OnceAStep | None:
+    """The `once_a_step` among them, if parameters are gathered over its axis."""
+    once = find(transforms, OnceAStep)
+    gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
+    return once if gathers else None
+
+
 def _named(axes: tuple[str, ...]) -> str:
     return repr(axes[0] if len(axes) == 1 else axes)
 
@@ -236,8 +243,8 @@ class Zero:
             cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.records if r.stage}
             found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.records if r.stage and r.shards(leaf)}
         finest = max(found.values(), key=len, default=())
+        # new values of mutable leaves come whole to every rank; of small leaves some ranks would have nothing
         if leaf.role == "mutable" or leaf.numel < self.mesh.axis_size(finest):
-            # new values come whole to every rank
             return ()
         return max((axes for at_stage, axes in found.items() if at_stage >= stage), key=len, default=())
 

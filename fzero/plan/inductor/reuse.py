@@ -126,7 +126,7 @@ def _predecessors(
                         held[k] += found.sizes[buffer]
         waiting += [*left, *(b for b in dying[step] if b in kernel.writes)]
         if spans[step][1] == step:
-            for buffer in aligned.intersection(waiting):
+            for buffer in (b for b in dict.fromkeys(waiting) if b in aligned):
                 free[_key(found, buffer)].append((buffer, step))
             waiting = []
     return before

@@ -93,11 +93,6 @@ def stays(line: Line, mesh: AbstractMesh) -> bool:
     return isinstance(row, Copy) and row.stays(mesh)
 
 
-def copied(line: Line) -> tuple[str, ...]:
-    """The values that a transfer moves: its arguments, but for the leaves that a copy writes."""
-    return STARTS[line.op].sent(line)
-
-
 __all__ = [
     "ANY",
     "COLLECTIVES",
@@ -112,7 +107,6 @@ __all__ = [
     "Text",
     "batch_axes_of",
     "compared",
-    "copied",
     "from_to",
     "is_guess",
     "is_skipped",

@@ -203,24 +203,22 @@ class Op(Generic[A]):
 
 
 class Start(Op[A]):
-    """A transfer that begins, and goes on until its `wait`."""
+    """A transfer that begins, and goes on until its `wait`.
+
+    Attributes:
+        reads_until_wait: whether it reads where its arguments lie; a reduction reads their copies in the pool.
+        holds_device_only: whether its wait holds up the device alone: the host goes on while it still reads there.
+        tree: whether its messages, where they are small, go up and down a tree instead of around a ring.
+        hoisted: where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is
+            made, or, "", where it is.
+    """
 
     out = 1
     computes = ""
-    reads_until_wait: ClassVar[bool] = (
-        True  # it reads where its arguments lie; a reduction reads their copies in the pool
-    )
-    holds_device_only: ClassVar[bool] = (
-        False  # its wait holds up the device alone: the host goes on while the transfer still reads there
-    )
-    tree: ClassVar[bool] = (
-        False  # whether its messages, where they are small, go up and down a tree instead of around a ring
-    )
-    hoisted: ClassVar[str] = (
-        # where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is made, or
-        # where it is
-        ""
-    )
+    reads_until_wait: ClassVar[bool] = True
+    holds_device_only: ClassVar[bool] = False
+    tree: ClassVar[bool] = False
+    hoisted: ClassVar[str] = ""
 
     def channel(self, line: Line[A]) -> str:
         """The queue that it joins."""
