@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import fzero as fz
 from fzero import optim
+from fzero.errors import FzeroTypeError, FzeroValueError, VerifyError
 from fzero.testing.simulate import _Rank
+from fzero.transforms.base import Transform, applied
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 
@@ -129,7 +132,7 @@ def test_ranks_that_hold_different_values_are_seen(monkeypatch: Any, transform: 
     [
         ((plain(), fz.AbstractMesh(data=2), PARAMS, X), "FzeroValueError", "no transform uses a mesh axis"),
         ((fz.data_parallel(plain()), fz.AbstractMesh(data=3), PARAMS, X), "FzeroValueError", "batch [16, 7]"),
-        ((loss_fn, fz.AbstractMesh(data=2), PARAMS, X), "FzeroTypeError", "not function,"),
+        ((loss_fn, fz.AbstractMesh(data=2), PARAMS, X), "FzeroTypeError", "step: function, not a step"),
         (
             (fz.mixed_precision("fp16")(fz.data_parallel(plain())), fz.AbstractMesh(data=2), PARAMS, X),
             "FzeroValueError",
@@ -141,3 +144,41 @@ def test_what_cannot_be_simulated(arguments: Any, kind: str, says: str) -> None:
     with pytest.raises(fz.errors.FzeroError) as found:
         fz.testing.simulate(*arguments)
     assert type(found.value).__name__ == kind and says in str(found.value) and "\nFix: " in str(found.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewriting(Transform):
+    """A transform whose rewrite is what a user got wrong."""
+
+    rewrites: Any = None
+    order: ClassVar[int] = 60
+    name: ClassVar[str] = "mine"
+
+    def rewrite(self, program: Any) -> Any:
+        return self.rewrites(program)
+
+
+def test_a_rewrite_that_is_wrong_is_named() -> None:
+    params, batch = {"w": torch.ones(4)}, torch.ones(2, 4)
+    step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1))
+
+    def lowered(rewrites: Any) -> Any:
+        return fz.lower(applied(Rewriting(rewrites), step), fz.AbstractMesh(data=1), params, batch)
+
+    for wrong in (lambda program: None, lambda program: dataclasses.replace(program, lines=("x",))):
+        with pytest.raises(FzeroTypeError, match=r"(?s)fzero.mine: the rewrite of mine.*does not return a program"):
+            lowered(wrong)
+    with pytest.raises(VerifyError, match=r"(?s)the rewrite of 'mine' made it.*after the pass 'mine'"):
+        lowered(lambda program: dataclasses.replace(program, lines=program.lines[:-1]))
+
+
+def test_arguments_that_simulate_refuses() -> None:
+    step = fz.train_step(lambda p, x: (x[0] @ p["w"]).mean() + x[1].mean(), fz.optim.sgd(0.1))
+    mesh, params = fz.AbstractMesh(data=2), {"w": torch.ones(4)}
+    step = fz.shard_params(step)
+    with pytest.raises(FzeroTypeError, match=r"(?s)steps=1.5: must be a whole number"):
+        fz.testing.simulate(step, mesh, params, (torch.ones(4, 4), torch.ones(4)), steps=1.5)  # type: ignore[arg-type]
+    with pytest.raises(FzeroTypeError, match=r"(?s)params\['w'\]: a meta tensor"):
+        fz.testing.simulate(step, mesh, {"w": torch.ones(4, device="meta")}, (torch.ones(4, 4), torch.ones(4)))
+    with pytest.raises(FzeroValueError, match="different numbers of rows"):
+        fz.testing.simulate(step, mesh, params, (torch.ones(8, 4), torch.ones(4)))

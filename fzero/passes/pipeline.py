@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from fzero.errors import VerifyError
+from fzero.errors import FzeroTypeError, VerifyError, message
 from fzero.passes import accumulate, pool, remat, shard, tiers
 from fzero.passes.choice import Choice
 from fzero.passes.cut_update import cut_update
@@ -22,8 +22,8 @@ from fzero.passes.rename import apart
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.split import Choices
-from fzero.program.ir import Program
-from fzero.program.verify import verify
+from fzero.program.ir import Line, Program
+from fzero.program.verify import BUG, verify
 from fzero.program.verify_pool import check
 from fzero.transforms.base import Transform
 from fzero.transforms.shard import Zero
@@ -80,12 +80,14 @@ class Pass(NamedTuple):
         rewrite: a program, as it was chosen: a `Choice` before the update is cut, `Sides` after it.
         key: what it goes by of a program and a choice, for passes whose programs are looked up.
         check: rules that hold from there on beside those of every program.
+        own: whether it is of this package; a violation is a bug of whoever wrote it.
     """
 
     name: str
     rewrite: Callable[[Program, Any], Program]
     key: Callable[[Program, Choice], Hashable] = lambda program, choice: None
     check: Callable[[Program], Program] | None = None
+    own: bool = True
 
     def verified(self, program: Program) -> Program:
         """The program that it made, if that keeps the rules.
@@ -97,7 +99,10 @@ class Pass(NamedTuple):
             verify(program)
             return program if self.check is None else self.check(program)
         except VerifyError as error:
-            raise VerifyError(f"{error}\nIt was found after the pass {self.name!r}.") from None
+            text = f"{error}\nIt was found after the pass {self.name!r}."
+            if not self.own:
+                text = text.replace(BUG, f"the rewrite of {self.name!r} made it: make that keep the rules")
+            raise VerifyError(text) from None
 
 
 def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[Pass, ...]:
@@ -128,7 +133,17 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
 def added(program: Program) -> tuple[Pass, ...]:
     """A pass for each spec of a program that rewrites programs itself."""
     own = (t for t in program.transforms if type(t).rewrite is not Transform.rewrite)
-    return tuple(Pass(t.name, lambda program, _, t=t: t.rewrite(program)) for t in own)
+    return tuple(Pass(t.name, lambda program, _, t=t: _rewritten(t, program), own=False) for t in own)
+
+
+def _rewritten(transform: Transform, program: Program) -> Program:
+    """The program of a transform's own rewrite."""
+    made = transform.rewrite(program)
+    wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
+    if wrong:
+        what = f"the rewrite of {transform} does not return a program of lines"
+        raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
+    return made
 
 
 CLOSING = (

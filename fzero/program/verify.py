@@ -24,6 +24,9 @@ from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
 from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, is_guess, misformed
 
+BUG = "this is a bug in fzero: please report it with the program"
+"""The fix of a violation that a pass of this package made."""
+
 
 def verify(program: Program) -> Program:
     """The program, if it keeps the rules.
@@ -41,7 +44,7 @@ def verify(program: Program) -> Program:
                 "verify",
                 f"the program of {program.name} breaks its rules",
                 checker.problems,
-                "this is a bug in fzero: please report it with the program",
+                BUG,
             )
         )
     return program

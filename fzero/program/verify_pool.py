@@ -19,6 +19,7 @@ from fzero.errors import VerifyError, message
 from fzero.program.attrs import WaitAttrs
 from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS, STARTS, Start, stays, turns
+from fzero.program.verify import BUG
 
 Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
@@ -32,7 +33,7 @@ def check(program: Program) -> Program:
     checker = _Checker(program)
     checker.lines(program.lines)
     if checker.problems:
-        fix = "this is a bug in fzero: please report it with the program"
+        fix = BUG
         raise VerifyError(
             message("verify", f"the pool of {program.name} breaks its rules", dict.fromkeys(checker.problems), fix)
         )

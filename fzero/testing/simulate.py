@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.arguments import count
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf, shard
 from fzero.lowering.layouts import zero_of
@@ -65,12 +66,19 @@ def simulate(
         >>> state.params["w"], metrics["loss"]
         (tensor([0., 0., 0., 0., 0.]), tensor(25.))
     """
-    if not isinstance(step, Step) or not isinstance(mesh, AbstractMesh) or steps < 1:
-        given = f"simulates a training step on a mesh, not {type(step).__name__}, {type(mesh).__name__}, steps={steps}"
+    problems = [] if isinstance(step, Step) else [f"step: {type(step).__name__}, not a step of fz.train_step"]
+    problems += [] if isinstance(mesh, AbstractMesh) else [f"mesh: {type(mesh).__name__}, not a mesh"]
+    problems += count("steps", steps)
+    problems += [
+        f"{path}: a meta tensor, which has no values"
+        for name, x in (("params", params), ("batch", batch))
+        if not callable(x)
+        for path, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta
+    ]
+    if problems:
         fix = "fz.testing.simulate(fz.train_step(...), fz.AbstractMesh(data=2), params, batch)"
-        raise FzeroTypeError(
-            message("simulate", f"takes a training step, a mesh and a number of steps: {given}", fix=fix)
-        )
+        raise FzeroTypeError(message("simulate", "invalid arguments", problems, fix))
     check_batch(batch)
     step = begun(step, torch.device("cpu"))
     ranks = [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
@@ -188,6 +196,11 @@ def _parts(step: Step, mesh: AbstractMesh, ranks: Sequence[Mesh], batch: Any) ->
     if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c and x.shape[0] % num]:
         fix = f"give a global batch of a multiple of {num} rows"
         raise FzeroValueError(message("simulate", f"the batch does not divide among {num} ranks", wrong, fix))
+    if len({x.shape[0] for x, c in zip(flat, cut, strict=True) if c}) > 1:
+        found = [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c]
+        raise FzeroValueError(
+            message("simulate", "the leaves of a batch have different numbers of rows", found, "give them one number")
+        )
     return [
         tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, cut, strict=True)])
         for m in ranks

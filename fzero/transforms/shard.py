@@ -188,7 +188,7 @@ def shard_params(step: Any = None, *, axis: str | tuple[str, ...] = "data", wher
 
 def _checked(record: Parallel) -> Parallel:
     """The record, if its arguments are of the right kind. A tuple of one axis is that axis."""
-    if isinstance(record.axis, tuple) and len(record.axis) == 1:
+    if isinstance(record.axis, tuple) and len(record.axis) == 1 and isinstance(record.axis[0], str):
         record = replace(record, axis=record.axis[0])
     several = isinstance(record.axis, tuple) and bool(record.axis) and record.stage
     of_names = all(isinstance(a, str) and a for a in (record.axis if several else (record.axis,)))
@@ -300,6 +300,7 @@ class Zero:
         axis, cut = once.axis, [r for r in self.records if once.axis in r.axes and r.stage > 1]
         if cut and any(r.axes[0] != axis for r in cut):
             return
+        title = f"does nothing over axis {axis!r}" if axis in self.mesh.axes else "unknown mesh axis"
         if axis not in self.mesh.axes:
             what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
         elif cut:
@@ -314,6 +315,4 @@ class Zero:
                 f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
             )
             fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
-        raise FzeroValueError(
-            message("once_a_step", f"does nothing over axis {axis!r}", [what, *(f"{r}" for r in self.records)], fix)
-        )
+        raise FzeroValueError(message("once_a_step", title, [what, *(f"{r}" for r in self.records)], fix))
