@@ -3,7 +3,7 @@ all four through one pass: fzero/passes/shard.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -207,7 +207,7 @@ def _checked(record: Parallel) -> Parallel:
     return record
 
 
-def keeps_gathers(transforms: Sequence[Transform]) -> OnceAStep | None:
+def keeps_gathers(transforms: tuple[Transform, ...]) -> OnceAStep | None:
     """The `once_a_step` among them, if parameters are gathered over its axis."""
     once = find(transforms, OnceAStep)
     gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
