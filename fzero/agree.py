@@ -142,7 +142,7 @@ def describe(*programs: Program) -> str:
 
 
 _LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
-"""What gloo's errors say, which have no class of their own."""
+"""Texts of gloo's errors, which have no class of their own."""
 
 
 @contextmanager

@@ -28,13 +28,12 @@ from fzero.trace.refusals import plainly
 from fzero.trace.untouched import Untouched, without_gradients
 
 INIT_STREAM = 0x1717
-"""What the key given to `init` is folded with to become the state's key, so that no step draws what the init function
-drew."""
+"""Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
 
 
 MADE_ANEW = frozenset({"compute", "gradients"})
-"""What of a state's extras follows from the rest of it, or is written in each step before it is read: no checkpoint has
-it."""
+"""Roles of a state's extras that follow from the rest of it, or are written in each step before they are read: no
+checkpoint has them."""
 
 
 class State(NamedTuple):

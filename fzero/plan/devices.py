@@ -19,7 +19,7 @@ from fzero.plan.rates import FORMAT, Device, Host, Link
 from fzero.units import parse_bytes
 
 _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
-"""What large matrix products, streaming kernels and large transfers reach of a datasheet's peak, as published
+"""Shares of a datasheet's peak that large matrix products, streaming kernels and large transfers reach, as published
 benchmarks of these devices find."""
 
 # Hosts. Their memory in bytes/s of a socket, as updates that stream through it attain; the disk is a drive on four
@@ -284,7 +284,7 @@ def _text(path: Path) -> str:
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
-"""What may be changed of a device by text, in bytes or bytes/s; of a known one as a rank has it that is alone on its
+"""Numbers of a device that text may change, in bytes or bytes/s; of a known one as a rank has it that is alone on its
 host."""
 
 

@@ -33,7 +33,7 @@ ROLES: tuple[str, ...] = (
     "idle_pool",
     "other",
 )
-"""What bytes are for. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute
+"""Roles of bytes. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute
 dtype. `gradients`: from the backward to the update, whole and sharded. `saved`: kept from the forward for the backward.
 `activations`: what else functions return. `temporaries`: inside a call. `idle_pool`: the part of the pool that nothing
 lies in. `other`: scalars, the step, the key, literal tensors."""

@@ -269,19 +269,19 @@ def plan(
 
 
 def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int, int]:
-    """Those of `plan`, alone: of the device, of the host, and what lies on disk."""
+    """Peak bytes on the device and on the host, and bytes on disk, as of `plan`, alone."""
     memory = _memory(program, device, backend)
     return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
 
 
 def step_seconds(program: Program, device: Device, backend: str) -> float:
-    """Those of `plan`, alone."""
+    """Seconds of a step, as of `plan`, alone."""
     return _timeline(program, device, backend).step_seconds
 
 
 def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
-    """Those of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then ...",
-    as long as compute before the first update and that queue from there on."""
+    """Seconds of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then
+    ...", as long as compute before the first update and that queue from there on."""
     found = _timeline(program, device, backend)
     busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
     then = {

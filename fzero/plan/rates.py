@@ -19,7 +19,7 @@ import torch
 from fzero.errors import FzeroValueError, message
 
 FORMAT = 3
-"""Of a calibration file; a file of another format is measured again."""
+"""Format of a calibration file; a file of another is measured again."""
 
 
 @dataclass(frozen=True)

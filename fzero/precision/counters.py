@@ -18,7 +18,7 @@ LIMIT = 256
 """A parameter with this count is computed with in float32 from the next build on; it stays until then, and is one more
 from then on."""
 OVERFLOW = 8
-"""What an overflow adds to a count; a step without one takes 1 away. So 32 overflows in a row reach the limit, or more
+"""Added to a count by an overflow; a step without one takes 1 away. So 32 overflows in a row reach the limit, or more
 than one in 9 steps for long, and what a growing loss scale brings, one in thousands, does not."""
 UNDERFLOW = 0.5
 """The share of a block's gradient, zeros aside, above which a step adds 1 to the other count; any other step takes 1

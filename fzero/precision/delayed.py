@@ -22,7 +22,7 @@ from fzero.trace.record import Recorded, record
 from fzero.trace.subgraph import inlined
 
 FORMATS = (E4M3, E5M2)
-"""Of a parameter's input, and of the gradient of its output."""
+"""Formats of a parameter's input, and of the gradient of its output."""
 
 
 class Slot(NamedTuple):

@@ -24,7 +24,7 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-"""Of all of their argument."""
+"""Views of all elements of their argument."""
 _COPIES = {aten._to_copy.default, aten.clone.default}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -52,7 +52,7 @@ class Arriving:
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def __call__(self, flag: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Those that have arrived, with the flag of another step on its way."""
+        """Flags that have arrived, with that of another step on its way."""
         self._under_way.append(_fetched(flag))
         while self._under_way and self._is_there(self._under_way[0][1]):
             yield self._under_way.popleft()[0]

@@ -63,7 +63,7 @@ _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
         d.shape, q.shape, k.shape, v.shape
     ),
 }
-"""What torch's registry lacks."""
+"""Formulas that torch's registry lacks."""
 
 
 def operations(node: fx.Node) -> int:

@@ -52,4 +52,4 @@ NORMS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _forward(aten._native_batch_norm_legit_functional.default),
     aten.native_batch_norm_backward.default: _backward,
 }
-"""What a CPU does instead of an operation."""
+"""Replacements of operations on a CPU."""

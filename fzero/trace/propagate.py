@@ -203,7 +203,7 @@ def propagate(
 
 
 Env = dict[tuple[fx.Node, Cut | None], fx.Node]
-"""What stands in the new graph for a value of the old one, cut so, or whole."""
+"""The node of the new graph for a value of the old one, cut so, or whole."""
 
 
 def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:

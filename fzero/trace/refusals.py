@@ -165,7 +165,7 @@ _TEXTS = {
 }
 _LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
-"""What a tensor says of where it comes from, and what is done there."""
+"""Attributes and methods of a tensor that say where it comes from, or act there."""
 OF_MEMORY = (
     "storage_offset",
     "as_strided",
@@ -177,7 +177,7 @@ OF_MEMORY = (
     "_base",
     "_is_view",
 )
-"""What it says of the memory that it lies in."""
+"""Attributes and methods of a tensor that say in which memory it lies."""
 
 
 def _facts() -> dict[Any, str]:
@@ -268,7 +268,7 @@ _OF_TRACES = (
     "its data is not allocated yet",
     "passed to FakeTensor.__format__",
 )
-"""What PyTorch says of the tensors of a trace alone: with real ones there is no error."""
+"""Errors of PyTorch that only tensors of a trace raise."""
 _IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
@@ -320,7 +320,7 @@ _REFUSED = [
         "checkpoint(..., use_reentrant=False), or @fz.block with fz.remat",
     ),
 ]
-"""What torch says, what it means, and the fix."""
+"""Errors of torch: a pattern of its text, the meaning, and the fix."""
 
 
 def _lines(error: BaseException, traced: Traced | None) -> list[str]:

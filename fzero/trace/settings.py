@@ -174,7 +174,7 @@ _KNOWN = frozenset(
 _WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "fields"})
 """Names by which code reads attributes that it does not name."""
 _FIELDS = _WHOLE - {"getattr", "attrgetter"}
-"""Those by which it reads all that a record holds."""
+"""Names by which code reads all that a record holds."""
 _BY_TEXT = _WHOLE | {"globals", "__globals__", "hasattr", "modules", "import_module", "__import__"}
 """Names by which code reads what it names in a text."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -238,7 +238,7 @@ class _Scope:
         self._keys, self.always = set(values), always
 
     def named(self, names: Collection[str]) -> list[str]:
-        """Those not read yet, in a fixed order."""
+        """Names not read yet, in a fixed order."""
         new = self._keys.intersection(names)
         new.update(self._keys.intersection(self.always))
         self._keys -= new
@@ -589,7 +589,7 @@ _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  #
 
 
 def _texts(constants: Collection[Any]) -> Iterator[str]:
-    """Those that can be names."""
+    """Constants that can be names."""
     for x in constants:
         if isinstance(x, (tuple, frozenset)):
             yield from _texts(x)

@@ -24,7 +24,7 @@ SCALES = ("tensor", "row")
 SCALING = ("current", "delayed")
 HISTORY = 16
 CAPABILITY = (8, 9)
-"""Of a CUDA device: the first with tensor cores for 8-bit floating point."""
+"""CUDA's first compute capability with tensor cores for 8-bit floating point."""
 
 
 @dataclass(frozen=True)

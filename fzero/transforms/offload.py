@@ -260,7 +260,7 @@ def paths_of(records: Sequence[Offload]) -> tuple[str, ...]:
 
 
 def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> list[int]:
-    """Those of the parameters that go off: by a share of their bytes."""
+    """Indices of the parameters that go off: by a share of their bytes."""
     meant = [i for i in indices if record.takes(params[i])]
     chosen = spread_out([params[i].numel * params[i].dtype.itemsize for i in meant], record.fraction)
     return [i for i, off in zip(meant, chosen, strict=True) if off]

@@ -19,7 +19,7 @@ from fzero.plan.inductor.fusion import Kernels
 MOST_KERNELS = 256  # of a function whose kernels are put in another order: the time grows with the square
 
 Lives = dict[fx.Node, tuple[int, int]]
-"""Of each buffer that a function makes: the steps of its first and its last kernel."""
+"""Lives of the buffers that a function makes: the steps of its first and its last kernel."""
 
 
 def lives(found: Kernels, order: Sequence[int]) -> Lives:
