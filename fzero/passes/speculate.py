@@ -23,7 +23,7 @@ from dataclasses import replace
 from fzero.program.attrs import TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
-from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to, is_guess
+from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
@@ -53,7 +53,7 @@ def guessed_leaves(program: Program) -> list[str]:
     return [
         w
         for line, _ in program.walk()
-        if is_guess(line) and line.op in COPIES and from_to(line)[1] == DISK
+        if line.guess and line.op in COPIES and from_to(line)[1] == DISK
         for w in line.writes
     ]
 

@@ -20,7 +20,6 @@ import torch
 from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs, CopyAttrs
 from fzero.program.ir import MOVING, Function, Line, Program, Value, local_bytes, repeats
 from fzero.program.names import Names, identifier
-from fzero.program.ops import is_guess
 from fzero.trace.storages import output_storages
 from fzero.transforms.offload import Offload, spread_out
 
@@ -265,7 +264,7 @@ class _Rewrite:
             before = self._written() if self._stored(line) else []
             lines = [*self._kept(line), *self._on(self._side(line), line)]
             guessed = [x.saying(guess=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
-            return [*before, *(guessed if is_guess(line) else lines)]
+            return [*before, *(guessed if line.guess else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
@@ -296,7 +295,7 @@ class _Rewrite:
         return (
             line.by == "optimizer"
             and line.op == "call"
-            and not is_guess(line)
+            and not line.guess
             and bool(line.writes or not self.known.isdisjoint(line.args))
         )
 
@@ -516,7 +515,7 @@ class _Rewrite:
         """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk,
         where the old value stays."""
         lines: list[Line] = []
-        for leaf in line.writes if is_guess(line) else ():
+        for leaf in line.writes if line.guess else ():
             if self._tier(leaf) != "disk" and self._role(leaf) != "compute":
                 value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
                 lines.append(

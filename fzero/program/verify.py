@@ -22,7 +22,7 @@ from dataclasses import replace
 from fzero.errors import VerifyError, message
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, is_guess, misformed
+from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -95,7 +95,7 @@ class _Checker:
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue
-            self.guessed |= {w for w in line.writes if is_guess(line) and w in self.program.leaves}
+            self.guessed |= {w for w in line.writes if line.guess and w in self.program.leaves}
             for name in line.writes:
                 if name not in self.known:
                     self.bad(line, f"writes {name}, which does not exist")
@@ -118,7 +118,7 @@ class _Checker:
         placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
         self.overwritten -= on_disk | computed if placed else self.guessed
         self.written -= self.guessed
-        for handle in (h for h, start in self.started.items() if is_guess(start)):
+        for handle in (h for h, start in self.started.items() if start.guess):
             self.bad(line, f"{handle}, on a guess, is still under way")
         for scalar, assumed in zip(*compared(line), strict=True):
             one, other = self.known.get(scalar), self.known.get(assumed)

@@ -16,7 +16,7 @@ import torch
 
 from fzero.measure.profile import Following
 from fzero.program.ir import Line, Program
-from fzero.program.ops import OPS, STARTS, is_guess
+from fzero.program.ops import OPS, STARTS
 
 
 @dataclass
@@ -82,10 +82,8 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
     finally:
         namespace.update(before)
         if again:
-            started = {x.line.out[0].name for x in ran if is_guess(x.line) and x.line.op in STARTS}
-            ran[:] = [
-                x for x in ran if not is_guess(x.line) and not (OPS[x.line.op].waits and x.line.args[0] in started)
-            ]
+            started = {x.line.out[0].name for x in ran if x.line.guess and x.line.op in STARTS}
+            ran[:] = [x for x in ran if not x.line.guess and not (OPS[x.line.op].waits and x.line.args[0] in started)]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

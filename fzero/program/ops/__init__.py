@@ -52,14 +52,9 @@ def unsaid(op: str) -> Attrs:
     return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
-def is_guess(line: Line) -> bool:
-    """Whether a line is carried out on a guess; if the step does not guess, in vain or not at all."""
-    return line.guess
-
-
 def is_skipped(line: Line) -> bool:
     """Whether a line is not carried out at all if the step does not guess."""
-    return is_guess(line) and OPS[line.op].skipped
+    return line.guess and OPS[line.op].skipped
 
 
 def turns(line: Line) -> int:
@@ -108,7 +103,6 @@ __all__ = [
     "batch_axes_of",
     "compared",
     "from_to",
-    "is_guess",
     "is_skipped",
     "micro_of",
     "misformed",
