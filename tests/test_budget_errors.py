@@ -97,8 +97,7 @@ def test_few_programs_are_lowered_for_advice_on_a_large_one(monkeypatch: pytest.
 
 def test_auto_says_what_fills_the_device() -> None:
     lines = refused(fz.offload("auto")(CLIPPED), budget="40KiB")
-    # a share of the activations may be there too: which of two equally small choices is named is not settled yet
-    assert " of 40.0 KiB, host " in line(lines, "opt_state and params on the host")
+    assert " of 40.0 KiB, host " in line(lines, "opt_state and params on the host: device ")
     assert line(lines, "there: ") and "clip_by_global_norm" in line(lines, "gradients: ")
     assert lines[-1] == 'Fix: give it a disk, fz.offload("auto", path=DIR), or raise a budget'
 

@@ -1,5 +1,5 @@
-"""Run as a script: lowers programs of every kind and prints a digest of each, and which lines have no digest in common,
-as JSON.
+"""Run as a script: lowers programs of every kind and prints a digest of each line, as JSON; of a budget that is too
+small the lines of the refusal.
 
     python texts.py SEED FOLDER
 
@@ -22,6 +22,7 @@ from models import MODELS, OPTIMIZERS, STAGES, batches, meta, meta_part
 import fzero as fz
 from fzero import optim
 from fzero.agree import describe
+from fzero.errors import BudgetError
 
 PARITY = {
     "bare": ("bare", "adamw", STAGES[2](), 2),
@@ -55,6 +56,17 @@ def lowered(step: Any, ranks: int, init: Callable[..., Any]) -> Any:
     return fz.lower(step, fz.AbstractMesh(data=ranks), params, batch).program
 
 
+def within(budget: int) -> str:
+    """What is chosen for a budget in bytes that one device is to keep, and what is said where none can."""
+    step = fz.offload("auto")(fz.train_step(MODELS["bare"].loss, OPTIMIZERS["clipped"]()))
+    params, batch = meta(MODELS["bare"].init(fz.random.key(0))), meta_part(batches(1)[0], 1)
+    try:
+        found = fz.lower(step, fz.AbstractMesh(data=1), params, batch, memory_budget=budget, device="h100")
+    except BudgetError as error:
+        return str(error)
+    return "\n".join((*map(str, found.plan.decisions), describe(found.program)))
+
+
 def jobs(folder: str) -> dict[str, Callable[[], Any]]:
     from test_program import VARIANTS, gpt_program
 
@@ -67,6 +79,7 @@ def jobs(folder: str) -> dict[str, Callable[[], Any]]:
     for name, transform in {"stacked_whole": fz.data_parallel(), "stacked": fz.shard_params()}.items():
         step = transform(fz.train_step(stacked, optim.sgd(0.1)))
         made[name] = lambda step=step: lowered(step, 2, lambda key: shapes)
+    made |= {f"auto_{budget}": lambda budget=budget: within(budget) for budget in (100, 10_000, 20_000, 30_000)}
     return made
 
 
@@ -74,7 +87,7 @@ if __name__ == "__main__":
     seed, folder = sys.argv[1:]
     names = list(todo := jobs(folder))
     random.Random(seed).shuffle(names)
-    texts = {name: describe(todo[name]()) for name in names}
+    texts = {name: made if isinstance(made := todo[name](), str) else describe(made) for name in names}
     print(
         json.dumps(
             {

@@ -167,7 +167,9 @@ class _Search:
         bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
         bounds |= self._with_gradients_on_disk(bounds)
         tried = set[tuple[Shares, Choice]]()
-        for candidate in sorted(bounds, key=lambda c: (bounds[c].likely, sum(s.eighths for s in c[0]))):
+        # in one order on every rank: of those alike what moves least comes first
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.eighths for s in x[0][0]))))
+        for candidate in bounds:
             lines = sum(len(program.lines) for program in self.made.values())
             enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.peaks) > MOST_TRIED
             if enough or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
@@ -176,7 +178,7 @@ class _Search:
                 tried.add(candidate)
                 self._try(*candidate, bounds[candidate])
         if not self.found:  # programs differ in what they take besides the least
-            able = {c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)}
+            able = [c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)]
             for left in reversed(range(min(LAST_TRIED, len(able)))):
                 # each tells what to expect of the others; the last is what leaves most room
                 expected = (
@@ -332,10 +334,10 @@ class _Search:
             if (used := frozenset(s.tier for s in candidate[0])) not in known:
                 known.add(used)
                 self._try(*candidate, bounds[candidate])
-        over = {
-            shares: (self.budget.over(peaks), peaks)
-            for (shares, _), peaks in sorted(self.peaks.items(), key=lambda x: -self.budget.over(x[1]))
-        }
+        over: dict[Shares, tuple[float, Peaks]] = {}  # of the closest of each
+        for (shares, _), peaks in self.peaks.items():
+            short = (self.budget.over(peaks), peaks)
+            over[shares] = min(over.get(shares, short), short)
         least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
         for shares in sorted(over, key=lambda shares: (over[shares][0], over[shares][1][0])):
             least.setdefault(frozenset(s.tier for s in shares), shares)
