@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fzero.data import TokenDataset, python_source, read_ahead, write_tokens
-from fzero.data import tokens as tokens_file
-from fzero.data.tokens import _digest, _permute, _round_keys
+from fzero.data import steps as steps_file
+from fzero.data.steps import _permute, _round_keys, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 
@@ -328,18 +328,18 @@ def test_a_cursor_of_other_data_is_refused_with_all_differences():
 
 
 def test_the_digest_of_a_large_corpus_is_of_pieces_from_end_to_end(monkeypatch):
-    monkeypatch.setattr(tokens_file, "_DIGESTED", (8, 5))
-    whole, changed = _digest(corpus(40)), set()
+    monkeypatch.setattr(steps_file, "_DIGESTED", (8, 5))
+    whole, changed = digest(corpus(40)), set()
     for n in (40, 1001):
         for i in range(n):
             other = corpus(n)
             other[i] += 1
-            if _digest(other) != _digest(corpus(n)):
+            if digest(other) != digest(corpus(n)):
                 changed.add((n, i))
     assert {i for n, i in changed if n == 40} == set(range(40)), "all of a small one"
     found = {i for n, i in changed if n == 1001}
     assert len(found) == 40 and {0, 1000} <= found and len({i // 201 for i in found}) == 5
-    assert whole != _digest(corpus(41))
+    assert whole != digest(corpus(41))
 
 
 def test_write_tokens_refuses_what_does_not_fit(tmp_path):

@@ -1,40 +1,24 @@
-"""Samples batches of tokens from a file, as a pure function of the step.
-
-[Note: which window when] The corpus is cut in windows of `seq + 1` tokens, `seq` apart, so that every token but the
-first is a target once an epoch. The run sees an endless sequence of samples: sample `g` is the window number `g %
-num_windows` of epoch `g // num_windows`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) *
-batch)`, of which rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation
-that is computed forwards, window by window, so nothing is shuffled, stored or restored: a Feistel network over the
-smallest `2**(2 * half) >= num_windows`, applied again to what falls outside (cycle walking; Black and Rogaway, Ciphers
-with arbitrary finite domains, CT-RSA 2002).
-"""
+"""Cuts a corpus of tokens, in memory or in a file, into the windows that the steps of a run read."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fzero import random
+from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.tree import describe
 
 DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 """What tokens can be stored as."""
 
-_DIGESTED = (1 << 16, 256)  # tokens a piece, pieces: what of a corpus its digest is made of
 
-# Of the Feistel network: four look random to a cryptographer if halves are wide, small corpora have narrow ones.
-_ROUNDS = 8
-
-
-class TokenDataset:
+class TokenDataset(Steps):
     """A corpus of tokens, of which the batch of any step can be asked for at any time, on any mesh.
 
     Args:
@@ -72,32 +56,12 @@ class TokenDataset:
         dtype: torch.dtype | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ):
-        random.key(seed)  # complains about what is not a seed
-        problems = [
-            f"{name}={value!r} is not a whole number of at least 1"
-            for name, value in (("seq", seq), ("batch", batch))
-            if not _counts(value)
-        ]
-        self.skip = tuple(sorted((a, b) for a, b in skip))
-        problems += [f"skip: ({a}, {b}) is not a range of steps" for a, b in self.skip if not 0 <= a < b]
-        problems += [
-            f"skip: {x} and {y} overlap" for x, y in zip(self.skip, self.skip[1:], strict=False) if x[1] > y[0]
-        ]
-        if problems:
-            raise FzeroValueError(
-                message(
-                    "data.TokenDataset",
-                    "cannot make batches",
-                    problems,
-                    "give sizes of at least 1 and disjoint ranges (first, last + 1)",
-                )
-            )
+        super().__init__("data.TokenDataset", batch, seed, skip, seq=seq)
         self.tokens = (
             _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)
         )
-        self.seq, self.batch, self.seed = seq, batch, seed
-        self.num_windows = (len(self.tokens) - 1) // seq
-        if self.num_windows < 1:
+        self.seq, self.num_samples = seq, (len(self.tokens) - 1) // seq
+        if self.num_samples < 1:
             fix = (
                 f"use at least {seq + 1} tokens or seq={len(self.tokens) - 1}"
                 if len(self.tokens) > 1
@@ -113,129 +77,29 @@ class TokenDataset:
             )
 
     @property
-    def steps_per_epoch(self) -> float:
-        """Steps until every window was seen once; seldom whole, as a batch may begin in one epoch and end in the
-        next."""
-        return self.num_windows / self.batch
+    def num_windows(self) -> int:
+        """Windows of the corpus: `seq + 1` tokens each, `seq` apart, so that every token but the first is a target once
+        an epoch."""
+        return self.num_samples
 
-    def batch_at(self, step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of rank `rank` of `size` at `step`: its rows of the global batch, which is the same for every size.
+    def windows(self, first: int, count: int) -> list[int]:
+        """The windows that samples `first` to `first + count - 1` of the run read."""
+        return self.order(first, count)
 
-        Args:
-            step: counted from 0.
-            rank, size: of this process among those that share the batch, e.g. `mesh.index("data"),
-                mesh.axis_size("data")`.
-
-        Returns: `(tokens, targets)`, int64[batch / size, seq] each.
-
-        Raises:
-            FzeroValueError: a size that does not divide the batch, a rank outside the size, a negative step.
-        """
-        problems = [f"step={step!r} is not a whole number of at least 0"] if not _counts(step, 0) else []
-        if not _counts(size):
-            problems.append(f"size={size!r} is not a whole number of at least 1")
-        elif not (_counts(rank, 0) and rank < size):
-            problems.append(f"rank={rank!r} is not one of 0 to {size - 1}")
-        if problems:
-            raise FzeroValueError(
-                message("data.batch_at", "there is no such batch", problems, "count steps and ranks from 0")
-            )
-        if self.batch % size:
-            fix = (
-                f"make batch a multiple of {size}, e.g. {-(-self.batch // size) * size}, or use a number of ranks that "
-                f"divides {self.batch}"
-            )
-            raise FzeroValueError(
-                message(
-                    "data.batch_at", f"a batch of {self.batch} rows cannot be shared by {size} ranks alike", fix=fix
-                )
-            )
-        rows = self.batch // size
-        windows = self.windows(self.data_step(step) * self.batch + rank * rows, rows)
-        out = torch.empty((rows, self.seq + 1), dtype=torch.int64)
-        for row, window in zip(out, windows, strict=True):
+    def _rows(self, samples: list[int], step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty((len(samples), self.seq + 1), dtype=torch.int64)
+        for row, window in zip(out, samples, strict=True):
             row.copy_(self.tokens[window * self.seq : (window + 1) * self.seq + 1])
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()
 
-    def data_step(self, step: int) -> int:
-        """The step whose data `step` reads, counted without anything skipped."""
-        for first, stop in self.skip:
-            if step >= first:
-                step += stop - first
-        return step
-
-    def cursor(self, step: int) -> dict[str, Any]:
-        """The cursor to save with a state that has seen the batches before `step`: where in the data it is, and which
-        data in which order. JSON can hold it.
-
-        Example:
-            >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
-            >>> data.resume(data.cursor(3))
-            3
-        """
-        return {"next": self.data_step(step), **self._identity()}
-
-    def resume(self, cursor: Any) -> int:
-        """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing
-        else that says which batch is next.
-
-        Raises:
-            FzeroValueError: the cursor is of other data, or of another order of them, listing every difference.
-        """
-        mine = self._identity()
-        if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
-            fix = "save one with the state: fz.checkpoint.save(..., meta={'data': dataset.cursor(step)})"
-            raise FzeroValueError(
-                message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix)
-            )
-        if type(cursor["next"]) is not int or cursor["next"] < 0:
-            raise FzeroValueError(
-                message(
-                    "data.resume",
-                    f"next is {cursor['next']!r}, not the number of a batch",
-                    fix="give a cursor as data.cursor(step) made it",
-                )
-            )
-        others = {
-            n: (cursor[n], now) for n, now in mine.items() if type(cursor[n]) is not type(now) or cursor[n] != now
-        }
-        problems = [f"{name}: saved with {then!r}, now {now!r}" for name, (then, now) in others.items()]
-        if problems:
-            fix = (
-                "give the corpus, seq, batch and seed that it was saved with (python_source is another text in another "
-                "version of Python)"
-            )
-            raise FzeroValueError(
-                message(
-                    "data.resume", "the run was saved with other data than this, or in another order", problems, fix
-                )
-            )
-        step = position = cursor["next"]
-        for first, stop in self.skip:
-            step -= max(0, min(position, stop) - first)
-        return step
-
     def _identity(self) -> dict[str, Any]:
-        """The facts that the batch of every step follows from, but for `skip`."""
         return {
             "seq": self.seq,
             "batch": self.batch,
             "seed": self.seed,
             "tokens": len(self.tokens),
-            "digest": _digest(self.tokens),
+            "digest": digest(self.tokens),
         }
-
-    def windows(self, first: int, count: int) -> list[int]:
-        """The windows that samples `first` to `first + count - 1` of the run read, see [Note: which window when]."""
-        out: list[int] = []
-        while count:
-            epoch, position = divmod(first, self.num_windows)
-            n = min(count, self.num_windows - position)
-            out += _permute(
-                torch.arange(position, position + n), self.num_windows, _round_keys(self.seed, epoch)
-            ).tolist()
-            first, count = first + n, count - n
-        return out
 
     def split(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
         """Two datasets, for training and validation: the last `fraction` of the windows is for validation.
@@ -314,44 +178,6 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
         temporary.unlink(missing_ok=True)
 
 
-def _digest(tokens: torch.Tensor) -> str:
-    """SHA-256 of the tokens as they are stored; of a corpus of more than 16 M of them, of 256 pieces of 64 Ki, evenly
-    spread."""
-    sha, (piece, count) = hashlib.sha256(str(tokens.dtype).encode()), _DIGESTED
-    starts = range(0, len(tokens), piece)
-    if len(starts) > count:
-        starts = [i * (len(tokens) - piece) // (count - 1) for i in range(count)]
-    for start in starts:
-        sha.update(tokens[start : start + piece].contiguous().view(torch.uint8).numpy().data)
-    return sha.hexdigest()[:32]
-
-
-def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Tensor:
-    """The images under a keyed permutation of `range(size)` of each element of an int64 tensor."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask, out = (1 << half) - 1, index.clone()
-    outside = torch.arange(len(index))
-    while len(outside):  # at most 3 of 4 fall outside, so this ends soon
-        left, right = out[outside] >> half, out[outside] & mask
-        for k in keys:
-            left, right = right, left ^ (_mix(right ^ k) & mask)
-        out[outside] = (left << half) | right
-        outside = outside[out[outside] >= size]
-    return out
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of [0, 2**32) that spreads every bit; its factors are below 2**31, so nothing leaves int64."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
-
-
-@lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(random.bits(random.fold_in(random.key(seed), epoch), (_ROUNDS,)).tolist())
-
-
 def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None:
         raise FzeroTypeError(
@@ -419,7 +245,3 @@ def _range(tokens: torch.Tensor) -> tuple[int, int]:
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-
-
-def _counts(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
