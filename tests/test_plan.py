@@ -19,6 +19,7 @@ from fzero.measure.profile import allocated
 from fzero.plan.cost import channel
 from fzero.plan.devices import KNOWN
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
+from fzero.plan.picture import _over_time
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
@@ -569,9 +570,22 @@ def test_a_picture(tmp_path):
     found.save_picture(tmp_path / "memory.svg")
     text = (tmp_path / "memory.svg").read_text()
     assert "<svg" in text
+    assert all(f"<!-- {queue} -->" in text for queue in ("compute", "gather:data", "reduce:data", "memory"))
+    found.save_picture(tmp_path / "both.svg", measured=found.events)
+    text = (tmp_path / "both.svg").read_text()
+    assert "<!-- predicted: " in text and "<!-- measured: " in text
     with pytest.raises(errors.FzeroValueError) as caught:
         found.save_picture(tmp_path / "memory.jpg")
     assert "memory.jpg" in str(caught.value) and ".png" in str(caught.value)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 6])
+def test_memory_over_time_is_that_of_the_lines(micro):
+    found = lowered(3, micro).plan_on("h100")
+    times, samples = zip(*_over_time(found), strict=True)
+    assert list(times) == sorted(times) and 0 <= times[0] and times[-1] <= found.step_seconds
+    assert max(sample.total for sample in samples) == found.peak_bytes
+    assert list(dict.fromkeys(samples)) == list(dict.fromkeys(found.memory))
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ _EXAMPLES = {
     "plan": """
 examples:
   fzero plan examples/plan_gpt.py:trillion --mesh data=1024 --device h200 --budget 141GB
-  fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture memory.png
+  fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture step.png
 
 exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the
 tracing of it failed; 2 for flags or a target that cannot be meant""",

@@ -181,19 +181,23 @@ class Plan:
 
         _written(trace(self, measured), path)
 
-    def save_picture(self, path: str | Path, budget: str | int | None = None) -> None:
-        """Draws memory over the lines of the step, stacked by role, with its peak.
+    def save_picture(
+        self, path: str | Path, budget: str | int | None = None, measured: Sequence[Event] | None = None
+    ) -> None:
+        """Draws what each queue does over the seconds of a step, with what compute waits for, and under it the memory,
+        stacked by role, with its peak.
 
         Args:
             path: ends in .png or .svg.
             budget: drawn as a line: bytes, or text as `fits` takes it.
+            measured: what `train.profile` returned, drawn under the prediction.
 
         Raises:
             FzeroValueError: another ending, or no matplotlib, which `fzero[plan]` installs.
         """
-        from fzero.plan.render import picture
+        from fzero.plan.picture import picture
 
-        picture(self, Path(path), None if budget is None else parse_bytes(budget))
+        picture(self, Path(path), None if budget is None else parse_bytes(budget), measured)
 
 
 def plan(

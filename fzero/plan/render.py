@@ -1,15 +1,12 @@
-"""Renders a plan as text, as JSON, as a trace and as a picture. It must not compute anything that a plan does not
-hold."""
+"""Renders a plan as text, as JSON and as a trace. It must not compute anything that a plan does not hold."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fzero.errors import FzeroValueError, message
 from fzero.plan.cost import DISK, HOST
 from fzero.plan.memory import ROLES
 from fzero.plan.timeline import COMPUTE, Event
@@ -258,79 +255,3 @@ def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str])
                 }
             )
     return out
-
-
-# --- a picture ---
-
-
-def picture(plan: Plan, path: Path, budget: int | None) -> None:
-    """Memory over the lines that run, stacked by role, with the peak and its line."""
-    if path.suffix not in (".png", ".svg"):
-        raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
-    try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
-    except ImportError as error:
-        raise FzeroValueError(
-            message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")
-        ) from error
-    scale, unit = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
-    rows = [[s.by_role[i] / scale for s in plan.memory] for i in range(len(ROLES))]
-    shown = [i for i in range(len(ROLES)) if any(rows[i])]
-    peak = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    axes = figure.subplots()
-    colors = ["lightgray" if ROLES[i] == "idle_pool" else f"C{i}" for i in shown]
-    axes.stackplot(
-        range(len(plan.memory)),
-        [rows[i] for i in shown],
-        labels=[ROLES[i] for i in shown],
-        colors=colors,
-        step="mid",
-        linewidth=0,
-    )
-    top = plan.peak_bytes / scale
-    axes.plot([peak], [top], "k.", markersize=8)
-    left = peak < len(plan.memory) / 2
-    axes.annotate(
-        f"{top:.3g} {unit} at line {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
-        (peak, top),
-        xytext=(8 if left else -8, 6),
-        textcoords="offset points",
-        ha="left" if left else "right",
-        va="bottom",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},  # over the line of a budget
-        zorder=5,
-        fontsize=8,
-        family="monospace",
-        parse_math=False,
-    )
-    if plan.host_peak_bytes:
-        axes.plot(
-            range(len(plan.memory)),
-            [s.host / scale for s in plan.memory],
-            color="black",
-            linewidth=1,
-            drawstyle="steps-mid",
-            label="host memory",
-        )
-    if budget is not None:
-        axes.axhline(budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set(
-        xlim=(0, max(1, len(plan.memory) - 1)),
-        ylim=(0, 1.2 * max(top, plan.host_peak_bytes / scale, (budget or 0) / scale)),
-    )
-    axes.set(
-        xlabel="lines, in the order they run",
-        ylabel=f"{unit} on each rank",
-        title=f"{plan.name} on mesh {plan.mesh}: memory",
-    )
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def _unit(num: float) -> tuple[float, str]:
-    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num >= scale:
-            return scale, unit
-    return 1.0, "B"
