@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fzero.build.build import has_compiler
     from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
+    from fzero.modules.functionalize import functionalize
     from fzero.optim.loss_scale import LossScale
     from fzero.plan.plan import fits
     from fzero.program.show import show
@@ -52,6 +53,7 @@ _HOME = {
     "eval_step": "step",
     "fits": "plan.plan",
     "fp8": "transforms.fp8",
+    "functionalize": "modules.functionalize",
     "has_compiler": "build.build",
     "lower": "lowering.lower",
     "make_mesh": "mesh",
@@ -91,6 +93,7 @@ __all__ = [
     "eval_step",
     "fits",
     "fp8",
+    "functionalize",
     "has_compiler",
     "lower",
     "make_mesh",

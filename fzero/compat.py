@@ -43,6 +43,11 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def no_function_modes() -> Any:
+    """Leaves every `TorchFunctionMode` for a `with` block."""
+    return torch._C.DisableTorchFunction()  # type: ignore[attr-defined]
+
+
 def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s around the caller, the innermost last."""
     return _get_current_function_mode_stack()

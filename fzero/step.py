@@ -81,6 +81,12 @@ class Step:
     transforms: tuple[Any, ...] = ()
 
     @property
+    def exact(self) -> Callable[[str, str], bool] | None:
+        """Predicate `(path, compute)` of the leaves that stay in their dtype whatever is computed in, such as the
+        buffers of a module: an attribute of the loss function."""
+        return getattr(self.loss_fn, "exact", None)
+
+    @property
     def name(self) -> str:
         return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
@@ -287,6 +293,11 @@ class EvalStep:
 
     fn: Callable[..., Any]
     transforms: tuple[Any, ...] = ()
+
+    @property
+    def exact(self) -> Callable[[str, str], bool] | None:
+        """As of a training step."""
+        return getattr(self.fn, "exact", None)
 
     @property
     def name(self) -> str:
@@ -533,7 +544,7 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
 def check_init(init_fn: Any) -> None:
     """Raises if what should be an init function is a module, or takes no key."""
     if isinstance(init_fn, torch.nn.Module):
-        fix = "pass dict(module.named_parameters()), and call the module with torch.func.functional_call"
+        fix = "model = fz.functionalize(module); model.params are its tensors, model.train_step(optimizer) is its step"
         raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
     if callable(init_fn) and (problems := function("params", init_fn, "key")):
         fix = "write init(key), e.g. lambda key: params"

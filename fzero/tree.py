@@ -266,3 +266,9 @@ def _register(flat: Iterable[Any]) -> bool:
         )
         _registered.add(cls)
     return bool(found)
+
+
+def register(cls: type, parts: Callable[[Any], tuple[tuple[Any, ...], Any]], whole: Callable[[Any, Any], Any]) -> None:
+    """Makes a class a container: `parts(x)` are its children and what else it is; `whole(rest, children)` makes it
+    again."""
+    optree.register_pytree_node(cls, lambda x: (*parts(x), None), whole, namespace=_NAMESPACE)  # type: ignore[arg-type]

@@ -260,7 +260,7 @@ _CARRIERS = (
 CHANGES = "changes its arguments in place"
 NEW_VALUE = (
     "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a "
-    "leaf: train_step(mutable=)"
+    "leaf: train_step(mutable=); for a module's buffer: functionalize(mutable=)"
 )
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
 _OF_TRACES = (

@@ -8,6 +8,7 @@ float16 the loss is scaled, and its scale is a part of the state (fzero/optim/lo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +43,9 @@ class MixedPrecision(Transform):
     watch: bool = False
     auto: bool = False
     safer: tuple[str, ...] = ()  # paths of the parameters that "auto" has moved to fp32
+    exact: Callable[[str, str], bool] | None = (
+        None  # `(path, compute)` of leaves that the step's function has as they are
+    )
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
 
@@ -55,9 +59,15 @@ class MixedPrecision(Transform):
         function returns anew is not."""
         if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
+        if leaf.role == "params" and self.exact is not None and self.exact(leaf.path, self.compute):
+            return False
         return (
             self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
         )
+
+    def add(self, step: Any) -> Any:
+        """The step with this record, about the leaves that its function does not have as they are."""
+        return Transform.add(replace(self, exact=getattr(step, "exact", None) or self.exact), step)
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
         return (

@@ -1,0 +1,107 @@
+"""Finds the buffers that a forward overwrites, by reading its code: they are leaves whose new values a loss returns.
+
+A buffer counts as overwritten where code of the modules binds it (`self.ema = ...`, `self.count += 1`), calls a method
+of it that writes (`self.ema.mul_(0.9)`), writes its items, or gives it to a function that writes what it is given. What
+is overwritten in another way is refused when it runs, and `mutable=` names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import inspect
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from fzero.errors import FzeroValueError, message
+from fzero.modules.skeleton import Slot
+
+_WRITERS = {"batch_norm", "instance_norm", "setattr", "_foreach_lerp_", "_foreach_add_", "_foreach_mul_"}
+
+
+def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]) -> frozenset[str]:
+    """The names of buffers that the forward of a module may overwrite in its mode, and those that `mutable` names.
+
+    Raises:
+        FzeroValueError: listing patterns of `mutable` that name no buffer.
+    """
+    written = _written({type(m) for m in module.modules()})
+    buffers = [s for s in slots if s.of == "_buffers"]
+    found = {s.name for s in buffers if _writes(s.owner, s.attribute, written)}
+    hits = {pattern: [s.name for s in buffers if fnmatch.fnmatchcase(s.name, pattern)] for pattern in mutable}
+    if missed := [repr(pattern) for pattern, names in hits.items() if not names]:
+        fix = f"there are {', '.join(s.name for s in buffers[:8]) or 'none'}"
+        raise FzeroValueError(message("functionalize", "no buffer is one of `mutable`", missed, fix))
+    return frozenset(found.union(*hits.values()))
+
+
+def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
+    if isinstance(owner, nn.modules.batchnorm._NormBase):
+        return owner.training and owner.track_running_stats
+    return name in written
+
+
+def _written(classes: Collection[type]) -> set[str]:
+    """The attributes that the forwards of these classes overwrite, with the methods that they name."""
+    methods: dict[str, list[Any]] = {}
+    for base in {base for cls in classes for base in cls.__mro__ if base not in (object, nn.Module)}:
+        if not base.__module__.startswith("torch.nn.modules."):
+            for name, x in vars(base).items():
+                fn = inspect.unwrap(x) if callable(x) else None
+                if inspect.isfunction(fn):
+                    methods.setdefault(name, []).append(fn.__code__)
+    found, todo, seen = set[str](), ["forward"], set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            for code in methods.get(name, ()):
+                found |= _stores(code)
+                todo += code.co_names
+    return found
+
+
+@functools.cache
+def _stores(code: object) -> frozenset[str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(code)))  # type: ignore[arg-type]
+    except (OSError, SyntaxError, TypeError):
+        return frozenset()
+    found = set[str]()
+    for node in ast.walk(body):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(name for t in targets for name in _targets(t))
+        elif isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if isinstance(called, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
+                found.update(_root(called.value))
+            given = node.args if name in _WRITERS else [k.value for k in node.keywords if k.arg == "out"]
+            found.update(x for arg in given for x in _root(arg))
+            if name == "setattr":
+                found.update(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+    return frozenset(found)
+
+
+def _targets(node: ast.expr) -> list[str]:
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [name for x in node.elts for name in _targets(x)]
+    return _root(node)
+
+
+def _root(node: ast.expr) -> list[str]:
+    """`ema` in `self.ema`, `self.ema[0]`, `self.ema.mul_(2)`, `self.layer.ema.data`."""
+    while True:
+        if isinstance(node, ast.Attribute) and node.attr not in ("data", "T", "mT"):
+            return [node.attr]
+        if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        else:
+            return []

@@ -1,0 +1,67 @@
+"""Captures what transformers' hooks collect inside a layer (router logits, attentions), so that it leaves the layer as
+a result: a tensor that leaves it any other way is no value of a program.
+
+It reads the collector of the library if that is loaded, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fzero.errors import TraceError, message
+
+LIBRARY = "transformers.utils.output_capturing"
+
+
+def _library() -> Any:
+    return sys.modules.get(LIBRARY)
+
+
+def install(module: nn.Module) -> None:
+    """The hooks that the library would install in the first forward that collects something."""
+    library = _library()
+    for m in () if library is None else module.modules():
+        if hasattr(m, "_can_record_outputs") and hasattr(m, "config"):
+            library.maybe_install_capturing_hooks(m)  # type: ignore[union-attr]
+
+
+def wanted() -> tuple[str, ...] | None:
+    """The names of what is being collected; None if nothing is."""
+    library = _library()
+    found = None if library is None else library._active_collector.get()
+    return tuple(k for k, x in found.items() if isinstance(x, list)) if found else None
+
+
+@contextmanager
+def aside(names: tuple[str, ...] | None) -> Iterator[dict[str, list[Any]]]:
+    """Collects these in a place of its own. Hidden states are those of whole layers, collected outside of them.
+
+    Raises:
+        TraceError: hidden states are collected inside.
+    """
+    if names is None:
+        yield {}
+        return
+    active, collected = _library()._active_collector, {name: [] for name in names}
+    token = active.set(collected)
+    try:
+        yield collected
+    finally:
+        active.reset(token)
+    if collected.get("hidden_states"):
+        fix = "name the modules whose outputs they are in fz.functionalize(module, blocks=[...]), or turn them off"
+        raise TraceError(message("functionalize", "hidden states are collected inside of a block", fix=fix))
+
+
+def put(collected: dict[str, list[Any]]) -> None:
+    """Adds what was collected in a layer to what is collected around it."""
+    library = _library()
+    around = library._active_collector.get() if library is not None and collected else None
+    for name, values in collected.items():
+        if around is not None and values:
+            around[name].extend(values)

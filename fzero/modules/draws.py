@@ -1,0 +1,209 @@
+"""Draws from keys what a module would draw from torch's global generator.
+
+Below autograd, where a draw is a constant: what it is multiplied with is differentiated as ever. Each draw has a key of
+its own, the given one with the number of the draw folded in. What is drawn for an element of the batch depends on its
+place in the global batch (see [Note: keys and parts] of random.py), so it must be known which dim of a draw is the
+batch's. That shows in a rehearsal: the module runs on tensors without values, of a number of rows that no other size is
+a multiple of. A draw without such a dim is the same on every rank and in every micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero import compat, random
+
+aten = torch.ops.aten
+ROWS = 10007
+"""The rows of a batch in a rehearsal: a prime number."""
+
+Dims = tuple[int | None, ...]
+"""The dim of the batch in each draw."""
+
+
+class NeedsKey(BaseException):
+    """Something is drawn where no key was given. Not an `Exception`, so that no forward catches it."""
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a module has dropout, as far as its attributes tell."""
+    rates = (x for m in module.modules() for name, x in vars(m).items() if "drop" in name or name == "p")
+    return module.training and any(isinstance(x, float) and x > 0 for x in rates)
+
+
+class _Seeded(compat.TorchDispatchMode):
+    """Operations inside that draw are `seeded`."""
+
+    def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        draws = compat.is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags
+        return self.seeded(func, args, kwargs) if draws else func(*args, **kwargs)
+
+
+class Rehearsal(_Seeded):
+    """Notes the dim of the batch in each draw inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int | None] = []
+
+    def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if func.overloadpacket in _RULES:
+            shape = (out[0] if isinstance(out, tuple) else out).shape
+            self.dims.append(next((i for i, n in enumerate(shape) if n and n % ROWS == 0), None))
+        return out
+
+
+class Draws(_Seeded):
+    """Operations inside draw from `key`; without one they raise `NeedsKey`.
+
+    Args:
+        key: int64[3], or None.
+        dims: as a rehearsal found them.
+    """
+
+    def __init__(self, key: torch.Tensor | None, dims: Dims = ()):
+        super().__init__()
+        self.key, self._dims, self._keys = key, list(dims), 0
+
+    def next(self) -> torch.Tensor:
+        """The key of the next draw, or of the next block."""
+        if self.key is None:
+            raise NeedsKey
+        self._keys += 1
+        return random.fold_in(self.key, self._keys)
+
+    def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        rule = _RULES.get(func.overloadpacket)
+        # of a dtype, a schema has a number
+        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value() and a.name != "dtype"}
+        given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if rule is None or given.get("generator") is not None or given.get("train") is False:
+            return func(*args, **kwargs)  # which a trace refuses, if it draws
+        return rule(self, given)
+
+    def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
+        """A draw of fz.random, the batch in its dim."""
+        key = self.next()
+        at = self._dims.pop(0)
+        if at is None:
+            return kind(random.replicated(key), list(shape), *args)
+        moved = [shape[at], *(n for i, n in enumerate(shape) if i != at)]
+        return kind(key, moved, *args).movedim(0, at)
+
+
+# --- rules ---
+
+
+def _uniform(mode: Draws, shape: Sequence[int], low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    u = mode.draw(random.uniform, shape)
+    return u if (low, high) == (0.0, 1.0) else u * (high - low) + low
+
+
+def _exponential(mode: Draws, shape: Sequence[int], rate: float = 1.0) -> torch.Tensor:
+    return -torch.log1p(-_uniform(mode, shape)) / rate
+
+
+def _into(made: Any) -> Any:
+    """A rule of an operation that overwrites a tensor."""
+
+    def rule(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+        x = given["self"]
+        return x.copy_(made(mode, given, x.shape).to(x.dtype))
+
+    return rule
+
+
+def _made(made: Any) -> Any:
+    """A rule of an operation that makes a tensor, of a shape or like another."""
+
+    def rule(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+        like = given.get("self")
+        shape = given["size"] if like is None else like.shape
+        default = torch.get_default_dtype() if like is None else like.dtype
+        return made(mode, given, shape).to(given.get("dtype") or default)
+
+    return rule
+
+
+def _integers(mode: Draws, given: dict[str, Any], shape: Sequence[int]) -> torch.Tensor:
+    low, high = given.get("low", 0) or 0, given["high"]
+    return mode.draw(random.bits, shape) % (high - low) + low
+
+
+def _whole_numbers(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+    like = given.get("self")
+    made = _integers(mode, given, given["size"] if like is None else like.shape)
+    return made.to(given.get("dtype") or (torch.int64 if like is None else like.dtype))
+
+
+def _bernoulli(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+    x = given["self"]
+    p = x if given.get("p") is None else given["p"]
+    return (_uniform(mode, x.shape) < p).to(x.dtype)
+
+
+def _dropout(mode: Draws, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, p = given["input"], given["p"]
+    keep = mode.draw(random.uniform, x.shape) >= p
+    return x * keep * (1 / (1 - p) if p < 1 else 0.0), keep
+
+
+def _normal(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+    mean, std = given["mean"], given["std"]
+    like = mean if isinstance(mean, torch.Tensor) else std
+    shape = given.get("size") or torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, torch.Tensor)))
+    dtype = like.dtype if isinstance(like, torch.Tensor) else torch.get_default_dtype()
+    return (mode.draw(random.normal, shape) * std + mean).to(given.get("dtype") or dtype)
+
+
+def _permutation(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+    return mode.draw(random.uniform, [given["n"]]).argsort().to(given.get("dtype") or torch.int64)
+
+
+def _multinomial(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
+    """By the largest of log p + Gumbel noise."""
+    p, number = given["self"], given["num_samples"]
+    if given.get("replacement"):
+        noise = _exponential(mode, [*p.shape[:-1], number, p.shape[-1]]).clamp_min(1e-20)
+        return (p.unsqueeze(-2).log() - noise.log()).argmax(-1)
+    noise = _exponential(mode, p.shape).clamp_min(1e-20)
+    return (p.log() - noise.log()).topk(number, dim=-1).indices
+
+
+def _bounds(given: dict[str, Any]) -> tuple[float, float]:
+    return given.get("from", 0.0), given.get("to", 1.0)
+
+
+_RULES: dict[Any, Any] = {
+    aten.bernoulli_: _into(lambda mode, given, shape: _uniform(mode, shape) < given.get("p", 0.5)),
+    aten.bernoulli: _bernoulli,
+    aten.uniform_: _into(lambda mode, given, shape: _uniform(mode, shape, *_bounds(given))),
+    aten.normal_: _into(lambda mode, given, shape: mode.draw(random.normal, shape) * given["std"] + given["mean"]),
+    aten.exponential_: _into(lambda mode, given, shape: _exponential(mode, shape, given["lambd"])),
+    aten.log_normal_: _into(
+        lambda mode, given, shape: (mode.draw(random.normal, shape) * given["std"] + given["mean"]).exp()
+    ),
+    aten.cauchy_: _into(
+        lambda mode, given, shape: torch.tan(math.pi * (_uniform(mode, shape) - 0.5)) * given["sigma"] + given["median"]
+    ),
+    aten.rand: _made(lambda mode, given, shape: _uniform(mode, shape)),
+    aten.rand_like: _made(lambda mode, given, shape: _uniform(mode, shape)),
+    aten.randn: _made(lambda mode, given, shape: mode.draw(random.normal, shape)),
+    aten.randn_like: _made(lambda mode, given, shape: mode.draw(random.normal, shape)),
+    aten.randint: _whole_numbers,
+    aten.randint_like: _whole_numbers,
+    aten.randperm: _permutation,
+    aten.normal: _normal,
+    aten.multinomial: _multinomial,
+    aten.native_dropout: _dropout,
+}

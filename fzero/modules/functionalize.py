@@ -1,0 +1,407 @@
+"""Defines `functionalize`: a module as a pytree of tensors and functions of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fzero import compat, tree
+from fzero.arguments import Predicate, function
+from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.modules import capture
+from fzero.modules.buffers import overwritten
+from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw
+from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
+from fzero.modules.losses import Counting, own_loss
+from fzero.modules.skeleton import Slot, holding, named, nested, renumber_hooks, settled, skeleton_of, slots_of
+from fzero.optim import GradientTransformation
+from fzero.step import EvalStep, Step, eval_step, train_step
+from fzero.trace.untouched import Untouched
+from fzero.transforms.remat import remat
+
+Loss = Callable[[Any, Any], Any]
+_log = logging.getLogger("fzero")
+
+
+def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: Sequence[str] = ()) -> Functional:
+    """A module as a pytree of its tensors and pure functions of it.
+
+    Nothing of the module is changed. Its forward is run, as it is written, on tensors that are given for each call; its
+    repeated layers are blocks. What does not survive that (an attribute that the forward changes, a buffer that it is
+    not known to overwrite, a value of a tensor that decides what is computed) is refused by name.
+
+    Args:
+        module: any module, real or on the meta device. Its training mode is that of `apply`.
+        blocks: names of submodules ("model.layers.*": `*` is any text) and classes of them that become blocks; by
+            default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of their class.
+            Of modules within each other the outermost. `()`: none.
+        mutable: names of buffers that the forward overwrites, besides those of which its code says so.
+
+    Raises:
+        FzeroTypeError: what is not a module, or cannot be copied.
+        FzeroValueError: `blocks` or `mutable` that name nothing.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> model = fz.functionalize(net)
+        >>> fz.tree.names(model.params)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+        >>> x = torch.randn(3, 4)
+        >>> torch.equal(model.apply(model.params, x), net(x))
+        True
+    """
+    if not isinstance(module, nn.Module):
+        what = f"takes a module, not {type(module).__name__}"
+        raise FzeroTypeError(message("functionalize", what, fix="a function needs none: fz.train_step(loss_fn, ...)"))
+    return Functional(module, blocks, mutable)
+
+
+class Functional:
+    """A module as functions of its tensors. Made by `functionalize`.
+
+    Attributes:
+        params: its parameters and buffers, a tree whose dotted names are those of `state_dict()`; tied ones once, under
+            the name that `_tied_weights_keys` ties to, or the first. They share memory with the module.
+        blocks: the names of the submodules that are blocks.
+        trainable: predicate `(path, leaf)` of the parameters that require a gradient, for `train_step`.
+        mutable: predicate `(path, leaf)` of the buffers that the forward overwrites in training, for `train_step`; None
+            if there are none.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Blocks | None, mutable: Sequence[str]):
+        self._module, self._name = module, type(module).__name__
+        self._still = prepared(skeleton_of(module))
+        slots, own = slots_of(self._still), {name: slot.get() for name, slot in named(module)}
+        self.params = nested({s.name: _detached(module, own, s.name) for s in slots})
+        self._names, self._structure = tree.names(self.params), tree.structure(self.params)
+        path_of = dict(zip(self._names, tree.paths(self.params, "params"), strict=True))
+        self.blocks = find_layers(self._still) if blocks is None else chosen(self._still, blocks)
+        still = copy.deepcopy(self._still)
+        training = still if module.training else still.train()
+        self._extra = mutable
+        self._train = Mode(training, self.blocks, mutable)
+        if not module.training:
+            self._eval  # noqa: B018 made before a trace is
+        trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}
+        changes = {path_of[name] for name in self._train.overwritten}
+        self.trainable: Predicate = lambda path, leaf: path in trained
+        self.mutable: Predicate | None = (lambda path, leaf: path in changes) if changes else None
+        self._dtypes = {s.name: s.get().dtype for s in slots if s.of == "_buffers"}
+        buffers, kept = {path_of[name] for name in self._dtypes}, _kept_in_fp32(self._still)
+        fp32 = {dtype: {path_of[n] for n in self._names if has.search(n)} for dtype, has in kept.items()}
+        self._exact = lambda path, compute: path in buffers or path in fp32.get(compute, ())
+
+    def __repr__(self) -> str:
+        return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"
+
+    @functools.cached_property
+    def _eval(self) -> Mode:
+        return Mode(copy.deepcopy(self._still).eval(), self.blocks, self._extra)
+
+    def apply(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The module's outputs for these tensors, in the mode that it was given in.
+
+        Args:
+            params: a tree like `self.params`.
+            args, kwargs: of its forward.
+            key: int64[3], from which it draws (dropout).
+
+        Raises:
+            FzeroTypeError: a tree with other leaves.
+            TraceError: it draws and no key is given; it overwrites buffers, of which `apply_mutable` returns the new
+                values.
+        """
+        out, new = self.apply_mutable(params, *args, key=key, **kwargs)
+        if new is not None:
+            fix = "model.apply_mutable(...) returns (outputs, new values); or give the module in its evaluation mode"
+            found = tree.names(new)
+            raise TraceError(
+                message("functionalize", "apply has no place for the buffers that are written", found, fix)
+            )
+        return out
+
+    def apply_mutable(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> tuple[Any, Any]:
+        """As `apply`; and the new values of the buffers that the forward overwrites, a tree like `params` without the
+        other leaves. None where it overwrites none."""
+        mode = self._train if self._module.training else self._eval
+        return self._call(mode, Given(self._flat(params), key, _rows((args, kwargs)), args, kwargs))
+
+    def loss(self, fn: Loss | None = None, **settings: Any) -> Callable[..., Any]:
+        """A loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
+
+        Args:
+            fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`. None: the model's own, the `loss` among its
+                outputs. If one cross entropy is computed for it, it is averaged over the targets that are not ignored,
+                exactly, whatever the parts of the batch have of them.
+            settings: further arguments of the forward, the same in each call.
+
+        `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
+        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument.
+
+        Returns: with overwritten buffers the function returns `(loss, new values)`.
+        """
+        if fn is not None and (problems := function("fn", fn, "outputs", "batch")):
+            fix = "model.loss(lambda out, batch: F.cross_entropy(out, batch['y']))"
+            raise FzeroTypeError(message("functionalize", "takes a function of outputs and batch", problems, fix))
+
+        def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
+            args, kwargs = self._arguments(batch, alone=fn is None)
+            counting = Counting() if fn is None else None
+            given = Given(self._flat(params), key, _rows(batch), args, {**kwargs, **settings})
+            out, new = self._call(self._train, given, counting)
+            loss = fn(out, batch) if fn is not None else own_loss(out, counting, self._name)
+            return loss if new is None else (loss, new)
+
+        return self._marked(loss_fn, "loss")
+
+    def train_step(self, optimizer: GradientTransformation, loss: Loss | None = None, **settings: Any) -> Step:
+        """`fz.train_step(self.loss(loss), optimizer, trainable=self.trainable, mutable=self.mutable)`; with
+        `fz.remat("full")` if gradient checkpointing was enabled in the module."""
+        step = train_step(self.loss(loss, **settings), optimizer, trainable=self.trainable, mutable=self.mutable)
+        if any(getattr(m, "gradient_checkpointing", False) is True for m in self._module.modules()):
+            _log.info("gradient checkpointing of %s: fz.remat('full')", self._name)
+            return remat(step, "full")
+        return step
+
+    def eval_step(self, fn: Loss | None = None, **settings: Any) -> EvalStep:
+        """`fz.eval_step` of the module in evaluation mode, with the same params: `(params, batch) -> outputs`, or what
+        `fn(outputs, batch)` makes of them. It changes no state: what the forward writes to buffers is dropped."""
+
+        mode = self._eval
+
+        def evaluate(params: Any, batch: Any) -> Any:
+            args, kwargs = self._arguments(batch, alone=fn is None)
+            out, _ = self._call(mode, Given(self._flat(params), None, _rows(batch), args, {**kwargs, **settings}))
+            return out if fn is None else fn(out, batch)
+
+        return eval_step(self._marked(evaluate, "eval"))
+
+    def write_back(self, params: Any) -> None:
+        """Copies whole tensors into the module that was given; one on the meta device gets them as its own.
+
+        Raises:
+            FzeroTypeError: a tree with other leaves.
+            FzeroValueError: listing leaves of another shape: shards.
+        """
+        given = self._flat(params)
+        slots = [s._replace(name=name) for s, name in _own_slots(self._module, slots_of(self._still))]
+        wrong = [
+            f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
+            for s in slots
+            if given[s.name].shape != s.get().shape
+        ]
+        if wrong:
+            fix = "gather them first: model.write_back(train.gather(state).params)"
+            raise FzeroValueError(message("write_back", "these are not whole leaves", wrong, fix))
+        made: dict[str, Any] = {}
+        with torch.no_grad():
+            for s in slots:
+                old, new = s.get(), given[s.name]
+                if not old.is_meta:
+                    old.copy_(new)
+                elif isinstance(old, nn.Parameter):
+                    s.put(made.setdefault(s.name, nn.Parameter(new.clone().to(old.dtype), old.requires_grad)))
+                else:
+                    s.put(made.setdefault(s.name, new.clone().to(old.dtype)))
+
+    def _marked(self, fn: Any, what: str) -> Any:
+        """A step's function, with its name and the leaves that it gets in their own dtype."""
+        fn.__name__, fn.exact = f"{_snake(self._name)}_{what}", self._exact
+        return fn
+
+    # --- calls ---
+
+    def _call(self, mode: Mode, given: Given, counting: Counting | None = None) -> tuple[Any, Any]:
+        out, new = mode(given, counting)
+        return out, tree.unflatten(self._structure, map(new.get, self._names)) if new else None
+
+    def _flat(self, params: Any) -> dict[str, torch.Tensor]:
+        """The tensors of a tree by name."""
+        names = tree.names(params)
+        if names != self._names:
+            missing, more = sorted({*self._names} - {*names}), sorted({*names} - {*self._names})
+            found = [*(f"missing: {n}" for n in missing[:8]), *(f"not of this module: {n}" for n in more[:8])]
+            fix = "give a tree like model.params, such as state.params"
+            raise FzeroTypeError(message("functionalize", f"these are not the tensors of {self._name}", found, fix))
+        flat = dict(zip(names, tree.leaves(params), strict=True))
+        if cast := [f"{n}: {tree.describe(flat[n])}, not {d}" for n, d in self._dtypes.items() if flat[n].dtype != d]:
+            fix = "mixed_precision(where=lambda path, leaf: ...) without them; the step of model.train_step does so"
+            raise FzeroTypeError(message("functionalize", f"buffers of {self._name} are cast", cast, fix))
+        return flat
+
+    def _arguments(self, batch: Any, alone: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward's arguments in a batch; all of it if nobody else reads it."""
+        parameters = inspect.signature(self._module.forward).parameters.values()
+        named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if isinstance(batch, Mapping):
+            return (), {k: x for k, x in batch.items() if alone or not named or k in named}
+        if not isinstance(batch, (tuple, list)):
+            return (batch,), {}
+        if alone:
+            return tuple(batch), {}
+        needed = [p for p in parameters if p.name in named and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+        return tuple(batch[: max(len(needed), 1)]), {}
+
+
+class Given(NamedTuple):
+    """The arguments of a call: a module's tensors by name, the key, rows of the batch, forward's arguments."""
+
+    tensors: Mapping[str, torch.Tensor]
+    key: torch.Tensor | None
+    rows: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Mode:
+    """A skeleton in training or in evaluation mode, its layers as blocks."""
+
+    def __init__(self, skeleton: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
+        self._skeleton, self._slots = skeleton, slots_of(skeleton)
+        self.overwritten = overwritten(skeleton, self._slots, mutable)
+        self._layers = layers_of(skeleton, blocks, self.overwritten)
+        self._draws = may_draw(skeleton)
+        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments
+
+    def __call__(self, given: Given, counting: Counting | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The forward's outputs, and the new values of buffers."""
+        dims = self._dims(given) if self._draws and given.key is not None else ((), [])
+        try:
+            return self._settled(given, dims, counting)
+        except NeedsKey:
+            if self._draws or given.key is None:
+                text = f"{type(self._skeleton).__name__} draws random numbers, and is given no key"
+                fix = "model.apply(params, ..., key=fz.random.key(0)); an evaluation has none: dropout is off there"
+                raise TraceError(message("functionalize", text, fix=fix)) from None
+        self._draws = True
+        return self._settled(given, self._dims(given), counting)
+
+    def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
+        def run() -> Any:
+            if counting is not None:
+                counting.found.clear()
+            with counting or nullcontext():
+                return self._run(given, Call(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
+
+        return settled(self._skeleton, "", run)
+
+    def _run(self, given: Given, call: Call) -> tuple[Any, dict[str, torch.Tensor]]:
+        changes = self.overwritten
+        tensors = {name: x.clone() if name in changes else x for name, x in given.tensors.items()}
+        with ExitStack() as stack:
+            if not any(isinstance(x, compat.FakeTensor) for x in tensors.values()):  # else the trace sees it
+                stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
+            stack.enter_context(as_blocks(self._layers, call))
+            with holding(self._slots, tensors):
+                out = self._skeleton(*given.args, **given.kwargs)
+                check_bound(self._slots, tensors, changes, type(self._skeleton).__name__)
+                new = {s.name: s.get() for s in self._slots if s.name in changes}
+        return out, new
+
+    def _dims(self, given: Given) -> tuple[Dims, list[Dims]]:
+        """The dims of the batch in what is drawn: by the module, and by each of its layers.
+
+        Raises:
+            TraceError: the module does not run on another number of rows.
+        """
+        flat, spec = tree.flatten((given.args, given.kwargs))
+        key = (spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat))
+        if key not in self._rehearsed:
+            with compat.no_modes(), compat.no_function_modes(), compat.FakeTensorMode(), torch.no_grad():
+                tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
+                args, kwargs = tree.unflatten(spec, [_rehearsing(x, given.rows) for x in flat])
+                found, layers = Rehearsal(), []
+                call = Call(found, layers)
+                try:
+                    settled(self._skeleton, "", lambda: self._run(Given(tensors, None, None, args, kwargs), call))
+                except Exception as error:
+                    text = "the batch is not known among the dims of what is drawn: it does not run on other rows"
+                    problems = [
+                        f"{type(self._skeleton).__name__} on {ROWS} rows: {next(iter(str(error).splitlines()), '')}"
+                    ]
+                    fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
+                    raise TraceError(message("functionalize", text, problems, fix)) from error
+            self._rehearsed[key] = tuple(found.dims), layers
+        return self._rehearsed[key]
+
+
+def _rehearsing(x: Any, rows: int | None) -> Any:
+    """An argument of a rehearsal."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    shape = (ROWS, *x.shape[1:]) if x.dim() and x.shape[0] == rows else x.shape
+    return torch.empty(shape, dtype=x.dtype)
+
+
+def prepared(skeleton: nn.Module) -> nn.Module:
+    """A skeleton without what a step does itself, or cannot do: caches, checkpointing, hooks that come later."""
+    for config in {id(c): c for m in skeleton.modules() for c in _configs(getattr(m, "config", None))}.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+    for m in skeleton.modules():
+        if getattr(m, "gradient_checkpointing", False) is True:
+            m.gradient_checkpointing = False  # type: ignore[assignment]
+    dtypes = {p.dtype for p in skeleton.parameters()}
+    if hasattr(skeleton, "set_experts_implementation") and torch.bfloat16 not in dtypes and _has_experts(skeleton):
+        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
+        skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    capture.install(skeleton)
+    renumber_hooks(skeleton)
+    return skeleton
+
+
+def _kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:
+    """For each dtype to compute in, parameters that transformers keeps in float32, by a part of their names."""
+    strict = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules_strict", None) or ()}
+    half = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules", None) or ()}
+    named = {"bf16": strict, "fp16": strict | half}
+    return {
+        dtype: re.compile("|".join(rf"(^|\.)({x})(\.|$)" for x in sorted(names)))
+        for dtype, names in named.items()
+        if names
+    }
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it."""
+    if config is not None and hasattr(config, "__dict__") and not isinstance(config, type):
+        yield config
+        yield from (c for c in vars(config).values() if hasattr(c, "use_cache"))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any("Experts" in type(m).__name__ for m in module.modules())
+
+
+def _detached(module: nn.Module, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    x = own.get(name)
+    x = operator.attrgetter(name)(module) if x is None else x  # a plain attribute
+    return x.detach()
+
+
+def _own_slots(module: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[Slot, str]]:
+    """The places of the module that was given, and the names under which the tree has their tensors."""
+    tied = dict(named(module))
+    own = {(id(s.owner), s.of, s.attribute): s.name for s in slots_of(module)}
+    return ((slot, own[id(slot.owner), slot.of, slot.attribute]) for slot in tied.values())
+
+
+def _rows(values: Any) -> int | None:
+    """The rows of a batch: the length of its first tensor."""
+    return next((x.shape[0] for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x.dim()), None)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

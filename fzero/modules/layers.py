@@ -1,0 +1,323 @@
+"""Finds the layers of a module, its repeated submodules, and makes each a block.
+
+Layers that are alike are traced once: a block's signature is what its code reads, by value (trace/settings.py), so two
+layers are one function exactly where their classes, attributes and shapes are equal. The one attribute that tells
+layers apart everywhere, their number, stands for itself while a block is traced (`_Number`): a layer whose code asks
+for its value is traced for itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero import tree
+from fzero.errors import FzeroValueError, TraceError, message
+from fzero.modules import capture
+from fzero.modules.draws import Dims, Draws, Rehearsal
+from fzero.modules.skeleton import Slot, holding, named, settled
+from fzero.trace.block import block
+
+Blocks = Sequence[str | type[nn.Module]]
+
+
+def find_layers(module: nn.Module) -> list[str]:
+    """The names of repeated submodules: the outermost members of a list that has two or more of their class. Members of
+    which no two have the same shapes are looked into first: stages, whose own layers are alike."""
+    return [name for name, _ in _layers(module, "")]
+
+
+def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    members = list(module.named_children())
+    kinds: dict[type, list[nn.Module]] = {}
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for _, m in members:
+            if any(True for _ in m.parameters()) and (any(True for _ in m.children()) or not _of_torch(m)):
+                kinds.setdefault(type(m), []).append(m)
+    for name, m in members:
+        path, alike = f"{prefix}.{name}" if prefix else name, kinds.get(type(m), [])
+        inner = list(_layers(m, path))
+        repeated = len(alike) > 1 and (not inner or len({_shapes(x) for x in alike}) < len(alike))
+        yield from [(path, m)] if repeated else inner
+
+
+def _of_torch(m: nn.Module) -> bool:
+    return type(m).__module__.startswith("torch.nn.")
+
+
+def _shapes(m: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(slot.get().shape)) for name, slot in named(m))
+
+
+def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
+    """The names of the submodules that `blocks` names or is of the classes of, the outermost alone.
+
+    Raises:
+        FzeroValueError: listing what is no submodule.
+    """
+    found, names = dict[str, None](), [name for name, _ in module.named_modules() if name]
+    missed = []
+    for b in blocks:
+        if isinstance(b, str):
+            hits = [name for name in names if fnmatch.fnmatchcase(name, b)]
+        elif isinstance(b, type):
+            hits = [name for name, m in module.named_modules() if name and isinstance(m, b)]
+        else:
+            hits = []
+        missed += [] if hits else [b.__name__ if isinstance(b, type) else repr(b)]
+        found |= dict.fromkeys(hits)
+    if missed:
+        fix = f"name submodules ({', '.join(map(repr, names[:4]))}, ...; 'layers.*' for all of a list) or their classes"
+        raise FzeroValueError(message("functionalize", "no submodule is one of `blocks`", missed, fix))
+    return [name for name in names if name in found and not any(name.startswith(f"{o}.") for o in found)]
+
+
+# --- a layer as a block ---
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a whole module: what draws in it, the dims of the batch in what each layer draws, in the order that
+    they are called in, and whether a block is being run. In a rehearsal these dims are found."""
+
+    draws: Draws | Rehearsal
+    layers: list[Dims]
+    inside: bool = False
+
+
+_call: ContextVar[Call] = ContextVar("fzero_module_call")
+
+
+@contextmanager
+def _within(call: Call) -> Iterator[None]:
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def in_block() -> bool:
+    """Whether the layer of a block runs around the caller."""
+    call = _call.get(None)
+    return call is not None and call.inside
+
+
+@contextmanager
+def as_blocks(layers: Sequence[Layer], call: Call) -> Iterator[None]:
+    """Calls of these layers inside are calls of blocks."""
+    for layer in layers:
+        vars(layer.module)["forward"] = layer
+    try:
+        with _within(call), call.draws:
+            yield
+    finally:
+        for layer in layers:
+            layer.restore()
+
+
+class Layer:
+    """A layer of a skeleton, whose forward is a call of a block while `as_blocks` holds.
+
+    Args:
+        name: of the layer in the skeleton.
+        module: the layer.
+        mutable: names of the buffers that the forward overwrites.
+    """
+
+    def __init__(self, name: str, module: nn.Module, mutable: frozenset[str]):
+        self.name, self.module = name, module
+        self.numbers: dict[tuple[nn.Module, str], _Number] = {}
+        self._forward = vars(module).get("forward")
+        self._tensors = list(named(module))
+        places = {(id(s.owner), s.of, s.attribute): s for _, s in reversed(self._tensors)}
+        self._slots = list(places.values())
+        overwritten = tuple(sorted(s.name for s in self._slots if f"{name}.{s.name}" in mutable))
+        self._block = block(_body(module, self._slots, overwritten))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = _call.get()
+        if call.inside:
+            with self._itself():
+                return self.module.forward(*args, **kwargs)
+        if isinstance(call.draws, Rehearsal):
+            with self._itself(), _within(Call(call.draws, [], inside=True)), Rehearsal() as own:
+                out = self.module.forward(*args, **kwargs)
+            call.layers.append(tuple(own.dims))
+            return out
+        given = {name: slot.get() for name, slot in self._tensors}
+        captures, dims = capture.wanted(), call.layers.pop(0) if call.layers else ()
+        key = call.draws.next() if dims else None
+        with self._itself():
+            made = self._block(given, key, dims, args, kwargs, captures)
+        (out, captured), new = made.whole()
+        capture.put(captured)
+        for slot in self._slots:
+            if slot.name in new:
+                slot.put(new[slot.name])
+        return out
+
+    def restore(self) -> None:
+        """The forward that the layer has itself."""
+        vars(self.module).pop("forward", None)
+        if self._forward is not None:
+            vars(self.module)["forward"] = self._forward
+
+    @contextmanager
+    def _itself(self) -> Iterator[None]:
+        """The layer with its own forward, its numbers standing for themselves where nobody has asked for them."""
+        self.restore()
+        asked = {at: n for at, n in self.numbers.items() if not n.asked}
+        for (m, name), number in asked.items():
+            number.value = vars(m)[name]
+            vars(m)[name] = number
+        try:
+            yield
+        finally:
+            for (m, name), number in asked.items():
+                vars(m)[name] = number.value
+            vars(self.module)["forward"] = self
+
+
+def _body(layer: nn.Module, slots: Sequence[Slot], overwritten: Sequence[str]) -> Callable[..., Any]:
+    """The function of a block: the layer's own forward with the tensors that it is given."""
+
+    name = type(layer).__name__
+
+    def run(p: Any, key: Any, dims: Dims, args: Any, kwargs: Any, captures: Any) -> Any:
+        def once() -> Returned:
+            given = {name: x.clone() if name in overwritten else x for name, x in p.items()}
+            call = Call(Draws(key, dims), [], inside=True)
+            with _within(call), _asked(layer), capture.aside(captures) as captured, holding(slots, given), call.draws:
+                out = layer.forward(*args, **kwargs)
+                check_bound(slots, given, overwritten, name)
+                new = {s.name: s.get() for s in slots if s.name in overwritten}
+            return Returned.of(name, (out, captured), new)
+
+        return settled(layer, name, once)
+
+    run.__name__ = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return run
+
+
+def check_bound(slots: Sequence[Slot], given: Mapping[str, Any], overwritten: Collection[str], owner: str) -> None:
+    """Raises if a forward has bound a parameter anew, or a buffer that is not known to be overwritten."""
+    bound = [s for s in slots if s.name not in overwritten and s.get() is not given[s.name]]
+    if bound:
+        fix = "overwrite buffers by name: fz.functionalize(module, mutable=['*.ema']); parameters are the optimizer's"
+        found = [f"{type(s.owner).__name__}.{s.attribute} ({s.name})" for s in bound]
+        raise TraceError(message("functionalize", f"the forward of {owner} binds tensors anew", found, fix))
+
+
+# --- results of blocks ---
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+
+
+class Returned:
+    """The results of a block: tensors, new values of buffers, and, as a part of the tree's structure, all else."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], new: Mapping[str, torch.Tensor], rest: Any):
+        self.tensors, self.new, self.rest = tensors, new, rest
+
+    @classmethod
+    def of(cls, owner: str, out: Any, new: Mapping[str, torch.Tensor]) -> Returned:
+        """Raises if something is returned that is neither a tensor nor a plain value."""
+        flat, spec = tree.flatten(out)
+        flat = [_value(x) if type(x) is _Number else x for x in flat]
+        wrong = [
+            f"{path}: {type(x).__name__}"
+            for path, x in zip(tree.paths(out[0], "output"), flat, strict=False)
+            if not isinstance(x, (torch.Tensor, *_PLAIN))
+        ]
+        if wrong:
+            fix = "return tensors, containers of them, and plain values; turn caches off (use_cache=False)"
+            raise TraceError(message("functionalize", f"the forward of {owner} returns other objects", wrong, fix))
+        constants = tuple(None if isinstance(x, torch.Tensor) else (x,) for x in flat)
+        return cls([x for x in flat if isinstance(x, torch.Tensor)], dict(new), (spec, constants))
+
+    def whole(self) -> tuple[Any, Mapping[str, torch.Tensor]]:
+        """The forward's outputs, and the new values of buffers."""
+        (spec, constants), tensors = self.rest, iter(self.tensors)
+        return tree.unflatten(spec, [next(tensors) if c is None else c[0] for c in constants]), self.new
+
+
+tree.register(Returned, lambda x: ((x.tensors, x.new), x.rest), lambda rest, parts: Returned(parts[0], parts[1], rest))
+
+
+# --- numbers of layers ---
+
+
+def layers_of(skeleton: nn.Module, names: Sequence[str], mutable: frozenset[str]) -> list[Layer]:
+    """The layers of these names; those of a class in a list share the numbers that count them."""
+    layers = [Layer(name, skeleton.get_submodule(name), mutable) for name in names]
+    kinds: dict[tuple[type, str], list[Layer]] = {}
+    for layer in layers:
+        kinds.setdefault((type(layer.module), layer.name.rpartition(".")[0]), []).append(layer)
+    for alike in kinds.values():
+        shared: dict[tuple[str, str], _Number] = {}
+        for layer in alike:
+            for path, m in layer.module.named_modules():
+                for name, value in vars(m).items():
+                    if type(value) is int and _COUNTS.search(name):
+                        layer.numbers[m, name] = shared.setdefault((path, name), _Number())
+    return layers
+
+
+_COUNTS = re.compile(r"(^|_)(idx|index|id|number|depth)$")
+
+
+class _Number:
+    """A number that stands for itself: the number of a layer, while one function is traced for many. Who asks for its
+    value gets that of the layer at hand, and the function is that layer's alone."""
+
+    def __init__(self) -> None:
+        self.value, self.live, self.asked = 0, False, False
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return int
+
+    def __repr__(self) -> str:  # which decides whether functions are alike
+        return repr(_value(self)) if self.live else "the number of a layer"
+
+    __hash__: Any = lambda self: hash(_value(self))
+
+
+def _value(x: Any) -> Any:
+    if type(x) is not _Number:
+        return x
+    x.asked = True
+    return x.value
+
+
+def _asking(name: str) -> Any:
+    return lambda self, *others: getattr(int, name)(_value(self), *map(_value, others))
+
+
+for _name in dir(int):
+    if _name.startswith("__") and callable(getattr(int, _name)) and _name not in vars(object):
+        setattr(_Number, _name, _asking(_name))
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__str__", "__format__"):
+    setattr(_Number, _name, _asking(_name))
+
+
+@contextmanager
+def _asked(layer: nn.Module) -> Iterator[None]:
+    numbers = [x for m in layer.modules() for x in vars(m).values() if type(x) is _Number]
+    for number in numbers:
+        number.live = True
+    try:
+        yield
+    finally:
+        for number in numbers:
+            number.live = False

@@ -1,0 +1,77 @@
+"""Weights the loss that a model computes itself by the targets it is a mean over: the mean of all, however the batch is
+cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fzero import tree
+from fzero.errors import FzeroTypeError, message
+from fzero.modules.layers import in_block
+from fzero.step import weighted
+
+
+class CrossEntropy(NamedTuple):
+    mean: torch.Tensor
+    total: torch.Tensor
+    count: torch.Tensor  # of the targets that are not ignored
+
+
+class Counting(TorchFunctionMode):
+    """Notes each cross entropy inside that is a mean. One of no target at all is 0, not NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[CrossEntropy] = []
+        self.in_blocks = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        target = given.get("target")
+        if func not in (F.cross_entropy, F.nll_loss) or not isinstance(target, torch.Tensor):
+            return func(*args, **kwargs)
+        if given.get("reduction", "mean") != "mean" or target.is_floating_point():  # of which each row has as many
+            return func(*args, **kwargs)
+        if in_block():  # whose values are its own
+            self.in_blocks = True
+            return func(*args, **kwargs)
+        real, weight = target != given.get("ignore_index", -100), given.get("weight")
+        counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
+        count = counted.sum().to(torch.float32)
+        total = func(**{k: x for k, x in given.items() if k in _KEPT}, reduction="sum")
+        self.found.append(CrossEntropy(total / count.where(count > 0, 1.0), total, count))
+        return self.found[-1].mean
+
+
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_KEPT = ("input", "target", "weight", "ignore_index", "label_smoothing")
+
+
+def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
+    """The loss among a model's outputs, weighted by the targets that it is a mean over.
+
+    Raises:
+        FzeroTypeError: there is none, or it is made of several means.
+    """
+    loss = out if isinstance(out, torch.Tensor) else out.get("loss") if isinstance(out, Mapping) else None
+    loss = getattr(out, "loss", None) if loss is None else loss
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        kind = tree.describe(out) if isinstance(out, torch.Tensor) else type(out).__name__
+        what = f"{owner} returns {kind}, which has no loss"
+        fix = "give its labels in the batch, or a function of what it returns: model.loss(lambda out, batch: ...)"
+        raise FzeroTypeError(message("functionalize", what, fix=fix))
+    found = counting.found if counting is not None else []
+    if len(found) > 1 or (counting is not None and counting.in_blocks):
+        several = f"{len(found)} cross entropies, each with a count of its own"
+        what = f"the loss of {owner} is made of {several if len(found) > 1 else 'a cross entropy inside of a block'}"
+        fix = "give the loss: model.loss(lambda out, batch: out.loss), a mean of the parts' means, or fz.weighted(...)"
+        raise FzeroTypeError(message("functionalize", what, fix=fix))
+    if not found:
+        return loss
+    return weighted(found[0].total if loss is found[0].mean else loss * found[0].count, found[0].count)

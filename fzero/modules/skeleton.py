@@ -1,0 +1,291 @@
+"""Makes skeletons: modules on the meta device, whose tensors are given for each call.
+
+A skeleton computes with what it is given or not at all: a use of the module's own weights would be of a meta tensor. It
+must not know of blocks, or of steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.modules import capture
+from fzero.trace.settings import Settings, settings
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Slot(NamedTuple):
+    """A place of a module that holds a tensor: `_parameters` or `_buffers` of `owner`, under `attribute`. Tied places
+    have one name, under which the tree has their tensor."""
+
+    owner: nn.Module
+    of: str
+    attribute: str
+    name: str
+
+    def get(self) -> Any:
+        return getattr(self.owner, self.of)[self.attribute]
+
+    def put(self, value: Any) -> None:
+        getattr(self.owner, self.of)[self.attribute] = value
+        flat = vars(self.owner).get("_flat_weights_names")  # of recurrent layers, which read a list of their own
+        if flat and self.attribute in flat:
+            self.owner._flat_weights[flat.index(self.attribute)] = value  # type: ignore[operator,index]
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device, with its ties. Tensors that are plain attributes become buffers, which no
+    state dict has.
+
+    Raises:
+        FzeroTypeError: a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for m in module.modules():
+        held = [*m._parameters.values(), *m._buffers.values(), *vars(m).values()]
+        for x in held:
+            if isinstance(x, torch.Tensor) and id(x) not in memo:
+                meta = torch.empty_like(x, device="meta")
+                memo[id(x)] = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+    try:
+        found = copy.deepcopy(module, memo)
+    except Exception as error:
+        problems = [f"{type(module).__name__}: {type(error).__name__}: {error}"]
+        fix = "keep locks, files and generators out of the module, or give it a __deepcopy__"
+        raise FzeroTypeError(message("functionalize", "the module cannot be copied", problems, fix)) from error
+    for m in found.modules():
+        for name in plain_tensors(m):
+            x = vars(m).pop(name)
+            m.register_buffer(name, x.detach(), persistent=False)
+    return found
+
+
+def renumber_hooks(module: nn.Module) -> None:
+    """Numbers the hooks of each module from its own first one on, so that those of alike modules are alike."""
+    for m in module.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            hooks = vars(m)[kind]
+            new = {old: at - len(hooks) for at, old in enumerate(hooks)}  # none that a later hook may get
+            for name, held in vars(m).items():
+                if name.startswith(kind) and name.removeprefix(kind) in ("", "_with_kwargs", "_always_called"):
+                    items = [(new.get(k, k), x) for k, x in held.items()]
+                    held.clear()
+                    held.update(items)
+
+
+def plain_tensors(module: nn.Module) -> list[str]:
+    """The attributes of a module that are tensors and neither parameters nor buffers."""
+    return [name for name, x in vars(module).items() if isinstance(x, torch.Tensor)]
+
+
+def named(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """Every place of a tensor, by the name that `state_dict()` has for it, in its order; a module that is in several
+    places has several names. `Slot.name` is this name."""
+    for prefix, m in module.named_modules(remove_duplicate=False):
+        for of in ("_parameters", "_buffers"):
+            for attribute, x in getattr(m, of).items():
+                if x is not None:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    yield name, Slot(m, of, attribute, name)
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """The places of all tensors of a module. Of tied ones the model's own name counts: the source in
+    `all_tied_weights_keys` where there is one, else the first."""
+    tied_to: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+    aliases: dict[int, list[str]] = {}
+    found = list(named(module))
+    for name, slot in found:
+        aliases.setdefault(id(slot.get()), []).append(name)
+    own = {at: next((n for n in names if n not in tied_to), names[0]) for at, names in aliases.items()}
+    places = {(id(slot.owner), slot.of, slot.attribute): slot for _, slot in reversed(found)}
+    return [slot._replace(name=own[id(slot.get())]) for slot in reversed(places.values())]
+
+
+def nested(flat: Mapping[str, Any]) -> Any:
+    """The tree whose dotted names these are: lists where the keys are 0, 1, 2, ..."""
+    root: dict[str, Any] = {}
+    for name, x in flat.items():
+        *outer, last = name.split(".")
+        node = root
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = x
+    return _listed(root)
+
+
+def _listed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    inner = {key: _listed(value) for key, value in node.items()}
+    numbered = [str(i) for i in range(len(inner))]
+    return [inner[key] for key in numbered] if inner and set(inner) == set(numbered) else inner
+
+
+@contextmanager
+def holding(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A skeleton with these tensors in its places. Afterwards these are as before, also those that the body has bound
+    anew."""
+    before = [slot.get() for slot in slots]
+    try:
+        for slot in slots:
+            slot.put(tensors[slot.name])
+        yield
+    finally:
+        for slot, x in zip(slots, before, strict=True):
+            slot.put(x)
+
+
+def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
+    """The result of `run()`, which runs a forward of this module. An attribute may settle in the first call (a size
+    that depends on the input's): then the second is what counts.
+
+    Raises:
+        TraceError: listing attributes that change again, or hold tensors, and hooks that keep what they see: when a
+            step runs, nobody would change them. They are as before.
+    """
+    for again in (False, True):
+        before, hooks = _Attributes(module), _hooks(module)
+        out = run()
+        changes = before.changes(prefix)
+        if again or not all(change.plain for change in changes):
+            _refuse(changes)
+        if kept := [place for place, facts in hooks.items() if settings(facts[0], strict=False) != facts[1]]:
+            fix = "return it from the forward, or have transformers collect it: output_hidden_states=True"
+            raise TraceError(message("functionalize", "hooks keep what passes through modules", kept, fix))
+        if not changes:
+            break
+    return out
+
+
+def _hooks(module: nn.Module) -> dict[str, tuple[Any, Settings]]:
+    """The user's own forward hooks, by module and place in a file, and what they hold."""
+    found = {}
+    for name, m in module.named_modules():
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", "") != capture.LIBRARY:
+                code = getattr(hook, "__code__", None)
+                place = f"{code.co_filename}:{code.co_firstlineno}" if code else type(hook).__name__
+                found[f"{name or type(m).__name__}: {place}"] = (hook, settings(hook, strict=False))
+    return found
+
+
+class _Attributes:
+    """The attributes of all modules of a skeleton, and what their containers hold, to tell what a forward changes."""
+
+    def __init__(self, module: nn.Module):
+        self._names = {m: name for name, m in module.named_modules()}
+        self._before = {m: _attributes(m) for m in module.modules()}
+
+    def changes(self, prefix: str) -> list[Change]:
+        """The differences since."""
+        found = []
+        for m, old in self._before.items():
+            new = _attributes(m)
+            for key in {**old, **new}:
+                if key not in old or key not in new or not _same(old[key], new[key]):
+                    path = ".".join(x for x in (prefix, self._names[m], key) if x)
+                    found.append(Change(m, key, path, old.get(key), new.get(key)))
+        return found
+
+
+class Change(NamedTuple):
+    """An attribute of a module that a forward has changed."""
+
+    owner: nn.Module
+    attribute: str
+    path: str
+    old: Any
+    new: Any
+
+    @property
+    def plain(self) -> bool:
+        """Whether one plain value was put in place of another."""
+        return all(pair is not None and isinstance(pair[0], (*_PLAIN, type(None))) for pair in (self.old, self.new))
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_shown(self.old)} before, {_shown(self.new)} now"
+
+    def undo(self) -> None:
+        _undo(self.owner, self.attribute, self.old)
+
+
+def _refuse(changes: Sequence[Change]) -> None:
+    if changes:
+        for change in changes:
+            change.undo()
+        fix = (
+            "return it from the forward, or register it as a buffer that the forward overwrites: "
+            "self.register_buffer(name, torch.zeros(()))"
+        )
+        found = list(map(str, changes))
+        raise TraceError(message("functionalize", "the forward changes attributes of modules", found, fix))
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _attributes(m: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Attributes and what they hold: a shallow copy of containers."""
+    own = {k: x for k, x in vars(m).items() if k not in _OF_TORCH}
+    own |= {f"_buffers[{k!r}]": x for k, x in m._buffers.items() if x is None}
+    return {k: (x, _items(x)) for k, x in own.items()}
+
+
+_OF_TORCH = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "training")
+
+
+def _items(x: Any) -> Any:
+    if isinstance(x, dict):
+        return dict(x)
+    return list(x) if isinstance(x, (list, set)) else None
+
+
+def _same(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
+    (a, inside), (b, now) = old, new
+    if type(a) in (*_PLAIN, tuple) and type(a) is type(b) and not _tensors(a) and a == b:
+        return True
+    if a is not b:
+        return False
+    if isinstance(inside, dict):
+        return inside.keys() == now.keys() and all(inside[k] is now[k] for k in inside)
+    return inside is None or (len(inside) == len(now) and all(p is q for p, q in zip(inside, now, strict=True)))
+
+
+def _tensors(x: Any) -> bool:
+    return isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x)
+
+
+def _shown(pair: Any) -> str:
+    if pair is None:
+        return "absent"
+    x, inside = pair
+    if isinstance(x, (*_PLAIN, type(None))):
+        return repr(x)
+    kind = "tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+    return f"a {kind}" + (f" of {len(inside)}" if inside is not None else "")
+
+
+def _undo(m: nn.Module, key: str, old: Any) -> None:
+    if key.startswith("_buffers["):
+        m._buffers[key[len("_buffers['") : -2]] = None
+    elif old is None:
+        vars(m).pop(key, None)
+    else:
+        value, inside = old
+        vars(m)[key] = value
+        if isinstance(inside, dict):
+            value.clear()
+            value.update(inside)
+        elif isinstance(value, list):
+            value[:] = inside
+        elif isinstance(value, set):
+            value.clear()
+            value.update(inside)

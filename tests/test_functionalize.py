@@ -1,0 +1,593 @@
+"""`fz.functionalize`: any module trains to the numbers that it has in PyTorch, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero import optim
+
+
+class Layer(nn.Module):
+    """Takes and returns what modules take and return."""
+
+    def __init__(self, width: int, index: int, dropout: float = 0.0):
+        super().__init__()
+        self.layer_idx, self.dropout = index, nn.Dropout(dropout)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("scale", torch.full((width,), 2.0))
+
+    def forward(self, x, *, mask=None, gate=None, mode="relu"):
+        y = getattr(torch, mode)(self.up(self.norm(x)))
+        y = self.dropout(self.down(y)) * self.scale.to(y.dtype)
+        return (x + (y if mask is None else y * mask), None, mode) if gate is None else (x + gate * y, gate, mode)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3, dropout: float = 0.0, layer: Any = Layer):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(layer(8, i, dropout) for i in range(layers))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, mask=None):
+        x = self.embed(x)
+        for layer in self.layers:
+            x, _, _ = layer(x, mask=mask)
+        return self.head(x)
+
+
+def batch_of(rows: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(rows, 4, generator=generator),
+        "mask": torch.randint(0, 2, (rows, 1), generator=generator).float(),
+        "y": torch.randint(0, 3, (rows,), generator=generator),
+    }
+
+
+def cross_entropy(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(out, batch["y"])
+
+
+def net(**settings: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**settings)
+
+
+def compiled(step: Any, *transforms: Any) -> Any:
+    return fz.compile(fz.compose(*transforms)(step), fz.make_mesh(), backend="eager")
+
+
+def named(tree: Any) -> dict[str, torch.Tensor]:
+    return dict(zip(fz.tree.names(tree), fz.tree.leaves(tree), strict=True))
+
+
+def plain_losses(module: nn.Module, batch: dict[str, torch.Tensor], steps: int, loss: Any) -> list[float]:
+    """PyTorch's own loop."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        value = loss(module, batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+# --- equal to PyTorch ---
+
+
+def training(part: bool = True) -> list[float]:
+    """The losses of a net on the rows of this rank, and its buffers untouched."""
+    module = net()
+    model = fz.functionalize(module)
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), fz.shard_params(), fz.accumulate(2))
+    state, losses = train.init(model.params), []
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in batch_of().items()}
+    for _ in range(3):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"].item())
+    model.write_back(train.gather(state).params)
+    return [*losses, module.head.weight.sum().item()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_module_trains_as_in_pytorch(run_ranks, ranks):
+    module = net()
+    want = plain_losses(module, batch_of(), 3, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
+    for found in run_ranks(ranks, training):
+        assert found == pytest.approx([*want, module.head.weight.sum().item()], rel=1e-5)
+
+
+def test_params_have_the_names_of_the_state_dict():
+    module = net()
+    model = fz.functionalize(module)
+    assert set(named(model.params)) == set(module.state_dict())
+    assert all(x.data_ptr() == module.state_dict()[n].data_ptr() for n, x in named(model.params).items())
+    assert model.blocks == ["layers.0", "layers.1", "layers.2"] and model.mutable is None
+    assert torch.equal(model.apply(model.params, batch_of()["x"]), module(batch_of()["x"]))
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"missing: head.bias"):
+        model.apply({k: x for k, x in model.params.items() if k != "head"}, batch_of()["x"])
+
+
+def program_of(model: Any, loss: Any = cross_entropy, batch: Any = None) -> Any:
+    step = model.train_step(optim.sgd(0.1), loss)
+    return fz.lower(step, fz.AbstractMesh(data=1), model.params, batch or batch_of()).program
+
+
+def functions(program: Any) -> tuple[int, int]:
+    """Calls of blocks, and distinct functions."""
+    calls = [line for line in program.lines if line.op == "call" and line.block is not None]
+    return len(calls), len({line.fn for line in calls})
+
+
+def test_alike_layers_are_traced_once(monkeypatch):
+    import fzero.trace.block as traced
+
+    count, trace = [], traced._trace
+    monkeypatch.setattr(traced, "_trace", lambda *args: count.append(1) or trace(*args))
+    assert functions(program_of(fz.functionalize(net(layers=6)))) == (12, 2)
+    assert len(count) == 1
+
+
+class ByIndex(Layer):
+    def forward(self, x, **kwargs):
+        out, gate, mode = super().forward(x, **kwargs)
+        return out / (self.layer_idx + 1), gate, mode
+
+
+class ByRate(Layer):
+    def __init__(self, width, index, dropout):
+        super().__init__(width, index, dropout)
+        self.rate = 0.5 if index else 2.0
+
+    def forward(self, x, **kwargs):
+        out, gate, mode = super().forward(x, **kwargs)
+        return out * self.rate, gate, mode
+
+
+@pytest.mark.parametrize(("layer", "distinct"), [(ByIndex, 6), (ByRate, 4)])
+def test_layers_that_differ_in_what_they_read_are_functions_of_their_own(layer, distinct):
+    module = net(layer=layer)
+    model = fz.functionalize(module)
+    assert functions(program_of(model)) == (6, distinct)
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy))
+    _, metrics = train(train.init(model.params), batch_of())
+    want = plain_losses(module, batch_of(), 1, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
+    assert metrics["loss"].item() == pytest.approx(want[0], rel=1e-6)
+
+
+def test_blocks_may_be_chosen():
+    assert functions(program_of(fz.functionalize(net(), blocks=["layers.1", nn.Embedding][:1])))[0] == 2
+    assert fz.functionalize(net(), blocks=[Layer, "layers.*.up"]).blocks == ["layers.0", "layers.1", "layers.2"]
+    assert fz.functionalize(net(), blocks=()).blocks == []
+    with pytest.raises(fz.errors.FzeroValueError, match=r"no submodule is one of `blocks`\n  'layer'"):
+        fz.functionalize(net(), blocks=["layer"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_a_tied_tensor_is_one_leaf():
+    torch.manual_seed(0)
+    module, tokens = Tied(), torch.arange(12).view(3, 4)
+    model = fz.functionalize(module)
+    assert set(named(model.params)) == {"embed.weight", "norm.weight", "norm.bias"}
+
+    def loss(out, batch):
+        return F.cross_entropy(out.flatten(0, 1), batch.flatten())
+
+    train = compiled(model.train_step(optim.sgd(0.1), loss), fz.shard_params())
+    state, _ = train(train.init(model.params), tokens)
+    plain_losses(module, {"x": tokens}, 1, lambda m, b: loss(m(b["x"]), b["x"]))
+    torch.testing.assert_close(train.gather(state).params["embed"]["weight"], module.embed.weight.detach())
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    text: str = ""
+
+
+class OfOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, given: Output, options: dict[str, Any]) -> Output:
+        y = self.inner(self.w(given.hidden)) * options["by"][0]
+        return Output(y, (*given.states, y), text=options["name"])
+
+
+class Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfOutputs() for _ in range(2))
+
+    def forward(self, x):
+        out = Output(x, ())
+        for layer in self.layers:
+            out = layer(out, {"by": [x[:, :1]], "name": "a"})
+        return {"sum": sum(out.states), "text": out.text}
+
+
+def test_containers_and_texts_cross_the_borders_of_blocks():
+    torch.manual_seed(0)
+    module, x = Outputs(), torch.randn(5, 4)
+    model = fz.functionalize(module)
+    want = module(x)
+    found = model.apply(model.params, x)
+    assert found["text"] == "a" and torch.equal(found["sum"], want["sum"])
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, batch: out["sum"].square().mean()))
+    _, metrics = train(train.init(model.params), x)
+    assert metrics["loss"].item() == pytest.approx(want["sum"].square().mean().item())
+
+
+# --- draws ---
+
+
+def with_dropout(*transforms: str) -> list[float]:
+    model = fz.functionalize(net(dropout=0.5))
+    chosen = [
+        {"remat": fz.remat("full"), "accumulate": fz.accumulate(2), "shard": fz.shard_params()}[t] for t in transforms
+    ]
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), *chosen)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in batch_of().items()}
+    state, losses = train.init(model.params), []
+    for _ in range(3):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def test_dropout_is_the_same_on_every_mesh(run_ranks):
+    want = run_ranks(1, with_dropout)[0]
+    assert len({round(x, 6) for x in want}) == 3
+    for ranks, transforms in [(1, ["remat", "accumulate"]), (2, ["shard"]), (3, ["shard", "accumulate", "remat"])]:
+        assert run_ranks(ranks, with_dropout, *transforms)[0] == pytest.approx(want, rel=1e-5)
+    without = plain_losses(net(), batch_of(), 1, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
+    assert want[0] != pytest.approx(without[0], rel=1e-3)
+
+
+class Draws(nn.Module):
+    """One of each kind of draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x):
+        noise = torch.randn_like(x) + torch.rand(x.shape[0], 1) + torch.rand(()) + torch.normal(0.0, 1.0, (4,))
+        order, coin = torch.randperm(4), torch.bernoulli(torch.full((x.shape[0], 1), 0.5))
+        which = torch.multinomial(torch.ones(x.shape[0], 4), 1) + torch.randint(0, 3, (x.shape[0], 1))
+        y = F.dropout(self.w(x), 0.25) + torch.empty_like(x).exponential_() + noise.transpose(0, 1).clone().normal_().T
+        return y[:, order] * coin + which
+
+
+def draws() -> list[Any]:
+    torch.manual_seed(0)
+    model = fz.functionalize(Draws())
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, batch: out.square().mean()), fz.data_parallel())
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    x = batch_of()["x"].chunk(ranks)[rank].contiguous()
+    state, losses = train.init(model.params), []
+    for _ in range(2):
+        state, metrics = train(state, x)
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def test_every_draw_comes_from_the_key(run_ranks):
+    first, second = run_ranks(1, draws)[0], run_ranks(3, draws)[0]
+    assert first == pytest.approx(second, rel=1e-5) and first[0] != first[1]
+
+
+def test_the_share_that_is_dropped():
+    module = nn.Sequential(nn.Dropout(0.3))
+    model = fz.functionalize(module)
+    kept = model.apply([], torch.ones(1000, 100), key=fz.random.key(0))
+    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert (kept != 0).float().mean().item() == pytest.approx(0.7, abs=3 * (0.3 * 0.7 / 1e5) ** 0.5)
+    other = model.apply([], torch.ones(1000, 100), key=fz.random.key(1))
+    assert not torch.equal(kept, other)
+    with pytest.raises(fz.errors.TraceError, match="draws random numbers, and is given no key"):
+        model.apply([], torch.ones(2, 2))
+
+
+# --- buffers ---
+
+
+class Statistics(nn.Module):
+    """Buffers written in place, bound anew, and by batch norm; in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.w = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        y = self.w(self.norm(x)) * self.table
+        if self.training:
+            self.count += 1
+            self.ema.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        return y + self.ema
+
+
+def test_buffers_that_the_forward_writes_are_leaves_of_the_state():
+    torch.manual_seed(0)
+    module = nn.Sequential(Statistics(), Statistics(), nn.Linear(4, 3))
+    model, batch = fz.functionalize(module), batch_of()
+    assert model.blocks == ["0", "1"]
+    written = {
+        n
+        for n, path in zip(named(model.params), fz.tree.paths(model.params, "params"), strict=True)
+        if model.mutable(path, None)
+    }
+    kinds = ("count", "ema", "mean", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var")
+    assert written == {f"{i}.{kind}" for i in range(2) for kind in kinds}
+    reference = copy.deepcopy(module)
+    out, new = model.apply_mutable(model.params, batch["x"])
+    assert torch.equal(out, copy.deepcopy(module)(batch["x"])) and new[0]["count"] == 1 and new[0]["table"] is None
+    with pytest.raises(fz.errors.TraceError, match=r"apply has no place for the buffers that are written\n  0.count"):
+        model.apply(model.params, batch["x"])
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), fz.shard_params(), fz.remat("full"))
+    state, losses = train.init(model.params), []
+    for _ in range(3):
+        state, metrics = train(state, {"input": batch["x"], "y": batch["y"]})
+        losses.append(metrics["loss"].item())
+    assert losses == pytest.approx(plain_losses(reference, batch, 3, lambda m, b: cross_entropy(m(b["x"]), b)))
+    found = named(train.gather(state).params)
+    for name, x in (*reference.named_buffers(), *reference.named_parameters()):
+        torch.testing.assert_close(found[name], x.detach())
+    evaluate = compiled(model.eval_step(), fz.shard_params())
+    torch.testing.assert_close(evaluate(state.params, batch["x"]), reference.eval()(batch["x"]).detach())
+    assert all(torch.equal(x, named(model.params)[n]) for n, x in module.state_dict().items()), (
+        "the module is as it was"
+    )
+
+
+def test_buffers_are_never_cast():
+    seen: list[torch.dtype] = []
+
+    class Seen(Layer):
+        def forward(self, x, **kwargs):
+            seen.extend([self.scale.dtype, self.up.weight.dtype])
+            return super().forward(x, **kwargs)
+
+    model = fz.functionalize(net(layer=Seen))
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), fz.mixed_precision("bf16"), fz.shard_params())
+    state, _ = train(train.init(model.params), batch_of())
+    assert set(seen[::2]) == {torch.float32} and set(seen[1::2]) == {torch.bfloat16}
+    evaluate = compiled(model.eval_step(cross_entropy), fz.mixed_precision("bf16"), fz.shard_params())
+    seen.clear()
+    evaluate(state.params, batch_of())
+    assert set(seen[::2]) == {torch.float32} and set(seen[1::2]) == {torch.bfloat16}
+    step = fz.train_step(
+        lambda p, b: cross_entropy(model.apply(p, b["x"]), b), optim.sgd(0.1), trainable=model.trainable
+    )
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"buffers of Net are cast\n  layers.0.scale: bfloat16\[8\]"):
+        fz.lower(fz.mixed_precision(step), fz.AbstractMesh(data=1), model.params, batch_of())
+
+
+def test_frozen_parameters_have_no_optimizer_state():
+    module = net()
+    module.layers.requires_grad_(False)
+    model = fz.functionalize(module)
+    train = compiled(model.train_step(optim.adamw(0.1), cross_entropy), fz.shard_params())
+    state, _ = train(train.init(model.params), batch_of())
+    assert not [n for n in named(state.opt_state) if "layers" in n]
+    after = named(train.gather(state).params)
+    assert all(torch.equal(x, after[n]) == n.startswith("layers") for n, x in module.state_dict().items())
+
+
+# --- refused by name ---
+
+
+class Small(nn.Module):
+    def __init__(self, forward: Any, **attributes: Any):
+        super().__init__()
+        self.a, self.b, self.fn = nn.Linear(4, 4), nn.Linear(4, 4), forward
+        self.register_buffer("ema", torch.zeros(4))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.fn(self, x)
+
+
+def branch(self, x):
+    return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def counts(self, x):
+    self.calls += 1
+    return self.a(x)
+
+
+def keeps(self, x):
+    self.last = self.a(x)
+    return self.b(self.last)
+
+
+def appends(self, x):
+    self.seen.append(x.shape)
+    return self.a(x)
+
+
+def hides(self, x):
+    getattr(self.ema, "mul" + "_")(0.5)
+    return self.a(x) + self.ema
+
+
+def binds(self, x):
+    self.b.weight = nn.Parameter(self.b.weight * 2)
+    return self.b(x)
+
+
+def reads(self, x):
+    return self.a(x) * self.tables[0]
+
+
+REFUSED = {
+    "a branch on a value": (branch, {}, "test_functionalize.py", "torch.where"),
+    "a counter": (counts, {"calls": 0}, "Small.calls: 1 before, 2 now", "register_buffer"),
+    "a tensor kept": (keeps, {"last": None}, "Small.last: None before, a tensor now", "return it"),
+    "a list that grows": (appends, {"seen": []}, "Small.seen: a list of 0 before, a list of 1 now", "return it"),
+    "a buffer written unseen": (hides, {}, "ema", "mutable="),
+    "a parameter bound anew": (binds, {}, "Linear.weight (b.weight)", "optimizer"),
+    "tensors in a list": (reads, {"tables": [torch.ones(4)]}, "float32[4]", "register"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside of blocks", "in a block"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_hidden_state_is_refused_by_name(case, inside):
+    forward, attributes, named_as, way_out = REFUSED[case]
+    module = nn.Sequential(*(Small(forward, **copy.deepcopy(attributes)) for _ in range(2 if inside else 1)))
+    model = fz.functionalize(module)
+    assert len(model.blocks) == (2 if inside else 0)
+    with pytest.raises(fz.errors.TraceError) as error:
+        program_of(model, lambda out, batch: out.square().mean(), {"input": torch.ones(2, 4)})
+    text = str(error.value)
+    assert (
+        named_as if inside else named_as.replace("Small.", "0.").replace("(b.", "(0.b.")
+    ) in text and "Fix: " in text
+    assert way_out in text or case == "tensors in a list"
+    assert not getattr(module[0], "calls", 0) and not getattr(module[0], "seen", []), "the module is as it was"
+
+
+def test_mutable_names_a_buffer_that_is_written_unseen():
+    module = Small(hides)
+    model = fz.functionalize(module, mutable=["em*"])
+    program_of(model, lambda out, batch: out.square().mean(), {"x": torch.ones(2, 4)})
+    with pytest.raises(fz.errors.FzeroValueError, match=r"no buffer is one of `mutable`\n  'mean'\nFix: there are ema"):
+        fz.functionalize(module, mutable=["mean"])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_hook_that_keeps_outputs_is_refused(inside):
+    kept: list[Any] = []
+    module = nn.Sequential(*(Small(lambda self, x: self.a(x)) for _ in range(2 if inside else 1)))
+    module[0].a.register_forward_hook(lambda m, args, out: kept.append(out))
+    with pytest.raises(
+        fz.errors.TraceError, match=r"hooks keep what passes through modules\n  .*a: .*test_functionalize"
+    ):
+        program_of(fz.functionalize(module), lambda out, batch: out.mean(), {"input": torch.ones(2, 4)})
+
+
+def test_a_hook_that_changes_outputs_runs():
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].register_forward_hook(lambda m, args, out: out * 2)
+    model, x = fz.functionalize(module), torch.ones(2, 4)
+    assert torch.equal(model.apply(model.params, x), module(x))
+
+
+def test_what_is_no_module():
+    with pytest.raises(fz.errors.FzeroTypeError, match="takes a module, not function"):
+        fz.functionalize(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"fz\.functionalize"):
+        fz.train_step(lambda p, b: b.sum(), optim.sgd(0.1)).init(net())
+    model = fz.functionalize(net())
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"returns float32\[2, 3\], which has no loss"):
+        program_of(model, None, {"x": torch.ones(2, 4)})
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"not whole leaves\n  embed.weight: float32\[2\], not \[8, 4\]"
+    ):
+        model.write_back(fz.tree.map(lambda x: x.flatten()[:2], model.params))
+
+
+# --- the model's own loss ---
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss, as those of transformers do; `extra` beside its cross entropy."""
+
+    def __init__(self, extra: float = 0.0, weight: bool = False, twice: bool = False):
+        super().__init__()
+        self.head, self.extra, self.twice = nn.Linear(4, 3), extra, twice
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]) if weight else None)
+
+    def forward(self, x, labels):
+        logits = self.head(x)
+        loss = F.cross_entropy(logits, labels, weight=self.weight)
+        if self.twice:
+            loss = loss + F.cross_entropy(logits, labels)
+        return {"loss": loss + self.extra * logits.square().mean() if self.extra else loss, "logits": logits}
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnLoss()
+
+    def forward(self, x, labels):
+        return self.inner(x, labels)
+
+
+def ragged() -> dict[str, torch.Tensor]:
+    """On three ranks the first has no label at all."""
+    labels = batch_of()["y"].clone()
+    labels[:4], labels[5] = -100, -100
+    return {"x": batch_of()["x"], "labels": labels}
+
+
+def own_losses(**settings: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = fz.functionalize(OwnLoss(**settings))
+    train = compiled(model.train_step(optim.sgd(0.1)), fz.shard_params(), fz.accumulate(2))
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in ragged().items()}
+    state, losses = train.init(model.params), []
+    for _ in range(3):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight": True}])
+def test_a_models_own_loss_is_the_mean_over_all_targets(run_ranks, settings):
+    torch.manual_seed(0)
+    want = plain_losses(OwnLoss(**settings), ragged(), 3, lambda m, b: m(**b)["loss"])
+    for ranks in (1, 3):
+        assert run_ranks(ranks, own_losses, **settings)[0] == pytest.approx(want, rel=1e-5)
+
+
+def test_a_term_beside_the_cross_entropy_keeps_its_weight():
+    torch.manual_seed(0)
+    module = OwnLoss(extra=0.5)
+    model = fz.functionalize(module)
+    train = compiled(model.train_step(optim.sgd(0.1)))
+    _, metrics = train(train.init(model.params), ragged())
+    assert metrics["loss"].item() == pytest.approx(module(**ragged())["loss"].item())
+
+
+def test_a_loss_of_several_means_is_refused():
+    with pytest.raises(fz.errors.FzeroTypeError, match="made of 2 cross entropies"):
+        program_of(fz.functionalize(OwnLoss(twice=True)), None, ragged())
+    with pytest.raises(fz.errors.FzeroTypeError, match="made of a cross entropy inside of a block"):
+        program_of(fz.functionalize(Outer(), blocks=["inner"]), None, ragged())
