@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+SOURCE = Path(__file__).resolve().parent.parent
+RESULTS = SOURCE / "docs" / "results"
 
 
 # --- processes on command ---
@@ -40,6 +41,7 @@ class Group:
         threads: int = 1,
         timeout: float = 600.0,
         cache: str | None = None,
+        tree: Path | None = None,
     ):
         self._timeout = timeout
         # every group compiles from nothing
@@ -69,13 +71,17 @@ class Group:
             }
             if sys.platform == "linux":
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH")])
-            )
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree or SOURCE), env.get("PYTHONPATH")]))
             command = [sys.executable, script, "--worker", *args]
             self._processes.append(
                 subprocess.Popen(
-                    command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._logs[rank], text=True
+                    command,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._logs[rank],
+                    text=True,
+                    cwd=tree,
                 )
             )
 

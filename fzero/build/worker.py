@@ -90,7 +90,7 @@ def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], No
     answer: dict[str, Any] = {"failed": "the compiling process ended without a word"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from fzero.build.worker import main; main()"],
+            [sys.executable, "-P", "-c", "from fzero.build.worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
