@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+import torch.utils.deterministic
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -50,7 +51,7 @@ def no_function_modes() -> Any:
 
 def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s around the caller, the innermost last."""
-    return _get_current_function_mode_stack()
+    return _get_current_function_mode_stack() if _len_torch_function_stack() else []
 
 
 def dispatch_modes() -> list[Any]:
@@ -67,7 +68,21 @@ def module_hooks() -> tuple[Any, ...]:
         of._global_backward_pre_hooks,
         of._global_backward_hooks,
     )
-    return tuple(tuple(h.values()) for h in hooks)
+    return tuple(tuple(h.values()) for h in hooks) if any(hooks) else ()
+
+
+def default_device() -> str:
+    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one."""
+    if _len_torch_function_stack() or getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        return str(torch.get_default_device())
+    return "cpu"
+
+
+def einsum_paths() -> tuple[Any, Any]:
+    """`torch.backends.opt_einsum.enabled` and `.strategy`: of the module that stands in for the module of that name
+    where they were set, else of the latter, to which it gets by way of an exception."""
+    of: Any = torch.backends.opt_einsum
+    return vars(of).get("enabled", of.m.enabled), vars(of).get("strategy", of.m.strategy)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -226,15 +241,11 @@ def in_order() -> Iterator[None]:
 
 def fills_uninitialized_memory() -> bool:
     """Whether, with deterministic algorithms, PyTorch fills memory that nobody has written yet."""
-    from torch.utils import deterministic
-
-    return deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def fill_uninitialized_memory(fill: bool) -> None:
-    from torch.utils import deterministic
-
-    deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _deterministic() -> dict[str, bool]:

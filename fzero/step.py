@@ -622,13 +622,12 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     optimizer's."""
     if not isinstance(state, State):
         raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
-    scalars = {"step": (state.step, ()), "key": (state.key, (3,))}
     wrong = [
         f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
-        for name, (x, shape) in scalars.items()
+        for name, x, shape in (("step", state.step, ()), ("key", state.key, (3,)))
         if not isinstance(x, torch.Tensor)
         or x.dtype != torch.int64
-        or tuple(x.shape) not in (shape, (0,))  # what has moved away is empty, and has its own error
+        or x.shape not in (shape, (0,))  # what has moved away is empty, and has its own error
     ]
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -462,6 +463,30 @@ def test_the_autograd_node_that_runs_is_known_by_its_number():
     number = compat.next_autograd_node()
     Numbers.apply(x).sum().backward()
     assert found == [None, number]
+
+
+def test_switches_read_the_short_way_are_those_of_pytorch(monkeypatch) -> None:
+    """The default device, wherever it was set, and the settings of opt_einsum, set or not."""
+    assert compat.default_device() == str(torch.get_default_device()) == "cpu" and compat.function_modes() == []
+    with torch.device("meta"):
+        assert compat.default_device() == str(torch.get_default_device()) == "meta"
+        assert len(compat.function_modes()) == 1
+    try:
+        torch.set_default_device("meta")
+        assert compat.default_device() == "meta"
+    finally:
+        torch.set_default_device(None)
+    einsum: Any = torch.backends.opt_einsum
+    assert compat.einsum_paths() == (einsum.enabled, einsum.strategy)
+    monkeypatch.setattr(einsum.m, "strategy", "greedy")
+    monkeypatch.setattr(einsum.m, "enabled", True)
+    assert compat.einsum_paths() == (einsum.enabled, einsum.strategy) == (True, "greedy")
+    monkeypatch.setitem(vars(einsum), "enabled", False)
+    assert compat.einsum_paths() == (einsum.enabled, einsum.strategy) == (False, "greedy")
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert any(compat.module_hooks())
+    hook.remove()
+    assert not any(compat.module_hooks())
 
 
 def test_what_is_recorded_has_no_repetitions() -> None:

@@ -33,10 +33,10 @@ from fzero.program.show import name_of
 from fzero.progress import shown
 from fzero.runtime.execute import executable
 from fzero.step import EvalStep, check_bare
-from fzero.trace import deterministic, strides
+from fzero.trace import strides
 from fzero.trace.device import on_device
 from fzero.trace.settings import GLOBAL_GENERATORS, Position, Settings, changes, counted, settings, timed
-from fzero.trace.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches
+from fzero.trace.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -143,9 +143,14 @@ class Compiled:
         return self._planned[1]
 
     def _run_for(
-        self, params: Inputs, batch: Any, flat_batch: list[Any], before: Callable[[], None] = lambda: None
+        self,
+        params: Inputs,
+        batch: Any,
+        flat_batch: list[Any],
+        structure: tree.TreeSpec,
+        before: Callable[[], None] = lambda: None,
     ) -> tuple[Lowered, Callable[..., Any]]:
-        """The program for such a batch, and what runs it. `before`: done if there is none yet."""
+        """The program for a batch of such leaves, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
         # which see every operation of a program that is run as it is
         unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]
@@ -165,17 +170,16 @@ class Compiled:
                 )
             )
         check_bare(batch, flat_batch)
-        kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch)
+        kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
         same = tuple(ties(flat_batch))
         key = (
             params,
-            tree.structure(batch),
+            structure,
             kinds,
             same,
-            deterministic.setting(),
             torch.get_default_dtype(),
             autocast(),
-            tuple(switches().items()),
+            switches(),
         )
         kept = self._runs.pop(key, None)
         if kept is None:
@@ -281,7 +285,10 @@ class Compiled:
                 )
             )
         found = [
-            x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous() for x in flat
+            x
+            if x.device == self.mesh.device and x.is_contiguous() and not (x.requires_grad or x.is_conj() or x.is_neg())
+            else x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous()
+            for x in flat
         ]
         return [x.clone() if storage_of(x) in written else x for x in found]
 
@@ -363,12 +370,12 @@ def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
-    params, structure, kinds, same, deterministic_setting, default_dtype, cast, others = key
+    params, structure, kinds, same, default_dtype, cast, others = key
     leaves = [
         kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta"))
         for kind in kinds
     ]
-    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | dict(others)
+    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | told(others)
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
         "the batch's tree": structure,
@@ -378,5 +385,5 @@ def _facts(key: tuple[Any, ...]) -> dict[str, str]:
         )
         or "none",
     }
-    facts |= {"deterministic algorithms": deterministic_setting, "the default dtype": default_dtype}
+    facts |= {"the default dtype": default_dtype}
     return {name: str(value).replace("torch.", "") for name, value in facts.items()}

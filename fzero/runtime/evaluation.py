@@ -56,7 +56,7 @@ class CompiledEval(Compiled):
             self._last.keep(self._expect(params), params)
         inputs = self._last.checked()
         flat, structure = tree.flatten(batch)
-        lowered, run = self._run_for(inputs, batch, flat)
+        lowered, run = self._run_for(inputs, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad():
             outputs = run(params, batch)

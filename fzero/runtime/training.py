@@ -298,8 +298,8 @@ class CompiledStep(Compiled):
                 scale; the state is as after that step.
         """
         check_one_batch(more)
-        lowered, run = self.built(state, batch)
         flat, structure = tree.flatten(batch)
+        lowered, run = self._built(state, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         with torch.no_grad():
             outputs = run(
@@ -324,11 +324,16 @@ class CompiledStep(Compiled):
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
         """The executable that a step of this state on such a batch runs: lowered and built, if it was not yet, and not
         run."""
+        return self._built(state, batch, *tree.flatten(batch))
+
+    def _built(
+        self, state: State, batch: Any, flat: list[Any], structure: tree.TreeSpec
+    ) -> tuple[Lowered, Callable[..., Any]]:
         params = self._inputs(state)
         if not self._last.begun:
             self._begin(state, params)
             self._last.begun = True
-        return self._run_for(params, batch, tree.leaves(batch), lambda: self._make_safer(state, params))
+        return self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
 
     def _begin(self, state: State, params: Inputs) -> None:
         """Looks at a state before its first step: one with leaves that no step has begun with. Alike on every rank."""

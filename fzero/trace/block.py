@@ -38,6 +38,7 @@ from fzero.trace.switches import (
     function_modes,
     saved_tensor_hooks,
     switches,
+    told,
     without_autocast,
 )
 from fzero.trace.untouched import without_gradients
@@ -225,7 +226,7 @@ class Blocks:
                 settings(fn, *constants, *function_modes()).facts,
                 (spec, _orders((params, args, kwargs)), tuple(places), signature),
             )
-            return (of_code, of_arguments, grad, body.autocast, tuple(body.switches.items()))
+            return (of_code, of_arguments, grad, body.autocast, body.switches)
 
         def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
@@ -329,7 +330,7 @@ class _Body:
     places: Sequence[int | None]
     watch: bool
     autocast: Autocast
-    switches: dict[str, object]
+    switches: tuple[object, ...]
 
     def __call__(self, xs: Sequence[torch.Tensor]) -> _Results:
         """The results, blocks inside inlined."""
@@ -425,10 +426,10 @@ class _Call(torch.autograd.Function):
 def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as
     these are."""
-    joint, body, now = ctx.joint, ctx.body, switches()
+    joint, body, now = ctx.joint, ctx.body, told(switches())
     other = [
         f"{name}: {then}, and {now[name]} for the derivative"
-        for name, then in body.switches.items()
+        for name, then in told(body.switches).items()
         if then != now[name]
     ]
     if other:

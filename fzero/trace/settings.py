@@ -210,6 +210,7 @@ _PLAIN = (
     torch.memory_format,
 )
 _PLAIN_TYPES = frozenset(_PLAIN)
+_NUMBERS = (*_PLAIN, numbers.Number)
 
 
 class Same:
@@ -236,11 +237,16 @@ class _Scope:
     ):
         self.values, self.path, self.fields = values, path, fields
         self._keys, self.always = set(values), always
+        self._due = self._keys.intersection(always)  # whatever code names
 
     def named(self, names: Collection[str]) -> list[str]:
         """Names not read yet, in a fixed order."""
         new = self._keys.intersection(names)
-        new.update(self._keys.intersection(self.always))
+        if self._due:
+            new |= self._due
+            self._due = set()
+        if not new:
+            return []
         self._keys -= new
         return sorted(new)
 
@@ -267,10 +273,10 @@ class _Walk:
 
     def run(self, values: Collection[Any]) -> None:
         self._todo += [(x, "") for x in values]
-        at = 0
-        while at < min(len(self._todo), MOST):
-            while at < min(len(self._todo), MOST):
-                self._visit(*self._todo[at])
+        todo, at = self._todo, 0
+        while at < len(todo) and at < MOST:
+            while at < len(todo) and at < MOST:
+                self._visit(*todo[at])
                 at += 1
             whole = self._strict and not _WHOLE.isdisjoint(self._names)
             fields = not _FIELDS.isdisjoint(self._names)
@@ -304,20 +310,24 @@ class _Walk:
         kind = type(x)
         if kind in _PLAIN_TYPES:
             return self._fact(exact(x), path)
-        if isinstance(x, enum.Enum):
-            return self._fact((kind, x.name), path)
-        if isinstance(x, (*_PLAIN, numbers.Number)) and _package(kind.__module__) in _KNOWN:
-            return self._fact((kind, repr(x)), path)
-        if isinstance(x, torch.Tensor):
-            return self._tensor(x, path)
-        if isinstance(x, weakref.ref):  # which equal each other as what they refer to does, and tensors do by values
-            return self._visit(x(), path)
+        known = _BY_TYPE.get(kind)
+        if known is None:
+            if isinstance(x, enum.Enum):
+                return self._fact((kind, x.name), path)
+            if isinstance(x, _NUMBERS) and _package(kind.__module__) in _KNOWN:
+                return self._fact((kind, repr(x)), path)
+            if isinstance(x, torch.Tensor):
+                return self._tensor(x, path)
+            if isinstance(x, weakref.ref):  # equal each other as what they refer to does, and tensors do by values
+                return self._visit(x(), path)
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._alive):
             return self._fact(("again", number), path)
         self._alive.append(x)
         if self._without(x):
             return None
+        if known is not None:
+            return known(self, x, path)
         for kinds, visit in _VISITS:
             if isinstance(x, kinds):
                 return visit(self, x, path)
@@ -336,15 +346,15 @@ class _Walk:
                 self._read(cell.cell_contents, name, name)
             except ValueError:  # not assigned yet
                 self._fact("empty", name)
-        self._todo += [
-            (fn.__defaults__, f"defaults of {fn.__name__}"),
-            (fn.__kwdefaults__, f"defaults of {fn.__name__}"),
-        ]
-        self._scopes.append(_Scope(vars(fn), path or fn.__name__, ("__wrapped__",)))
+        for defaults in (fn.__defaults__, fn.__kwdefaults__):
+            if defaults is not None:
+                self._todo.append((defaults, f"defaults of {fn.__name__}"))
+        if vars(fn):
+            self._scopes.append(_Scope(vars(fn), path or fn.__name__, ("__wrapped__",)))
         if _installed(fn.__globals__.get("__name__")):
             return
         named = _named(code)
-        if not _ENVIRONMENT.isdisjoint((*named.attributes, *named.globals)):
+        if named.environment:
             self._read(os.environ, "os.environ", *_ENVIRONMENT)
         self._names.update(named.attributes)
         self._keys.update(named.keys)
@@ -471,7 +481,7 @@ class _Walk:
         elif (data := _bytes(x)) is not None:
             self._fact((kind, *data, Same(x) if self._strict and len(data) < 3 else None), path)
         elif _package(kind.__module__) not in _KNOWN:
-            self._fact((kind, repr(x)) if isinstance(x, (*_PLAIN, numbers.Number)) else kind, path)
+            self._fact((kind, repr(x)) if isinstance(x, _NUMBERS) else kind, path)
             self._attributes(x, path)
         elif equal and kind.__hash__ is not None and _hashes(x):
             self._fact((kind, x), path)
@@ -510,6 +520,13 @@ _VISITS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((set, frozenset), _Walk._set),
     ((staticmethod, classmethod, property, functools.cached_property), _Walk._accessor),
 ]
+_BY_TYPE = {
+    kind: visit
+    for kinds, visit in _VISITS
+    for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+    if kind.__module__ in ("builtins", "types")
+}
+"""By their exact type those that most values are of."""
 
 
 class _Named(NamedTuple):
@@ -522,6 +539,7 @@ class _Named(NamedTuple):
     texts: frozenset[str]
     keys: frozenset[str]
     whole: frozenset[str]
+    environment: bool
 
 
 @functools.cache
@@ -540,7 +558,8 @@ def _named(code: types.CodeType) -> _Named:
     if not _BY_TEXT.isdisjoint(attributes):
         parts = texts.union(*(text.split(".") for text in texts))
         read, imported, attributes, whole = read | texts, imported | texts, attributes | parts, whole | parts
-    return _Named(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts, keys, whole)
+    environment = not _ENVIRONMENT.isdisjoint(attributes | read)
+    return _Named(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts, keys, whole, environment)
 
 
 def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
