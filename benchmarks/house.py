@@ -1,7 +1,7 @@
 """What a change of the package costs a user who notices nothing of it: two source trees, one beside the other.
 
     git worktree add /tmp/before 125ff8b
-    python benchmarks/house.py --before /tmp/before                 # about 9 minutes on 2 cores
+    python benchmarks/house.py --before /tmp/before                 # about 8 minutes on 2 cores
     python benchmarks/house.py --before /tmp/before --rounds 3 --only lower python
 
 Both trees run the same script, in fresh processes, in turns and in random order; each has caches of its own, filled by
@@ -28,7 +28,7 @@ from common import Group, peak_mib, publish, reset_peak, rss_mib, script_flags, 
 
 LIMIT = 1.02
 TREES = ("before", "after")
-SMALL = {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8}
+SMALL = {"layers": 4, "width": 512, "heads": 8, "seq": 64, "batch": 8}
 DEEP = {"layers": 64, "width": 64, "heads": 4, "seq": 32, "batch": 8}
 PARTS = {  # processes, and what is measured in them: the text of a row, its unit
     "step": (2, {"step_s": ("ZeRO-3, a step", "s"), "peak_mib": ("ZeRO-3, peak", "MiB")}),
@@ -274,8 +274,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--before", type=Path, help="a source tree, e.g. a git worktree of an earlier commit")
     parser.add_argument("--after", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument("--only", nargs="+", choices=[*PARTS, "plans"], default=[*PARTS, "plans"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
         "--path", type=Path, help="of a disk, for leaves that rest there; by default that of temporary files"
     )
