@@ -83,7 +83,8 @@ def worker(args: argparse.Namespace) -> None:
         before = rss_mib()
         off = {"host": [fz.offload("cpu", "opt_state")], "disk": [fz.offload("nvme", path=path)], "step": []}[part]
         _, one = started(Config(**SMALL), *off)
-        one(), one()
+        one()
+        one()
         reset_peak()
         times = [_seconds(one) for _ in range(count)]
         return {"step_s": statistics.median(times), "peak_mib": peak_mib() - before, "loss": one()}

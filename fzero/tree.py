@@ -292,7 +292,7 @@ def _register(flat: Iterable[Any]) -> bool:
     met: set[Any] = {type(x) for x in flat} - _leaves
     if not met:
         return False
-    found = {cls for cls in met if dataclasses.is_dataclass(cls)} - _registered
+    found: set[Any] = {cls for cls in met if dataclasses.is_dataclass(cls)} - _registered
     _leaves.update(cls for cls in met if not dataclasses.is_dataclass(cls))
     for cls in found:
         fields = tuple(f.name for f in dataclasses.fields(cls) if f.init)

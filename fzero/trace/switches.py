@@ -86,7 +86,7 @@ def switches() -> tuple[object, ...]:
 
 
 def told(positions: Sequence[object]) -> dict[str, object]:
-    """What `switches` has returned, by the name that a user knows each by."""
+    """A result of `switches`, by the name that a user knows each by."""
     return dict(zip(_SWITCHES, positions, strict=True))
 
 
