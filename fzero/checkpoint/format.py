@@ -52,8 +52,12 @@ class Entry:
     offset: int = 0
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,15 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
         {'w': tensor([1., 1.])}
     """
     path = Path(path)
-    entries, tied = _entries(path)
+    entries, tied = entries_of(path)
     if like is None:
         tensors = _load(entries)
         for name, kept in tied.items():
             tensors.setdefault(name, tensors[kept])
-        return _nest(tensors, path)
+        return nested(tensors, path)
     flat, spec = tree.flatten(like)
     names = tree.names(like)
-    source = _sources(names, flat, entries, tied)
+    source = sources_of(names, flat, entries, tied)
     problems = [
         f"{n}: missing in the files, expected {tree.describe(x)}"
         for n, x in zip(names, flat, strict=True)
@@ -88,7 +88,9 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
     return tree.unflatten(spec, [cast_to[source[n], x.dtype] for n, x in zip(names, flat, strict=True)])
 
 
-def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
+def sources_of(
+    names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]
+) -> dict[str, str]:
     """For each name, the stored name that has its data: itself, the one it was tied to, or one that it is tied to in
     `like`."""
     same: dict[int, list[str]] = {}
@@ -101,11 +103,18 @@ def _sources(names: list[str], flat: list[Any], entries: Mapping[str, Any], tied
     return out
 
 
-def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
-    """The place of every tensor, and the names that are tied to others."""
+def entries_of(
+    path: str | os.PathLike[str], owner: str = "checkpoint.import_"
+) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
+    """The place of every tensor, and the names that are tied to others.
+
+    Raises:
+        CheckpointError: files that are missing, truncated or malformed, all of them at once. `owner`: whose it is.
+    """
+    path = Path(path)
     weight_map: dict[str, str] | None = None
     if path.is_dir() and (path / WEIGHTS_INDEX).exists():
-        weight_map = _weight_map(path / WEIGHTS_INDEX)
+        weight_map = _weight_map(path / WEIGHTS_INDEX, owner)
         files = [path / name for name in dict.fromkeys(weight_map.values())]
     elif path.is_dir() and (path / WEIGHTS).exists():
         files = [path / WEIGHTS]
@@ -114,7 +123,10 @@ def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]
     else:
         what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if path.is_dir() else f"{path} is not there"
         fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
-        raise CheckpointError(message("checkpoint.import_", what, fix=fix))
+        if path.is_dir() and (pickled := sorted(p.name for p in path.glob("pytorch_model*.bin"))):
+            what += f", only {', '.join(pickled[:3])}, which can run any code where it is read"
+            fix = "load it where you trust it, and write it again: from_pretrained(dir).save_pretrained(out)"
+        raise CheckpointError(message(owner, what, fix=fix))
     found: dict[str, tuple[Path, Entry]] = {}
     problems, tied = [], {}
     for file in files:
@@ -140,36 +152,37 @@ def _entries(path: Path) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]
             if f == file.name and n not in header
         ]
     if problems:
-        raise CheckpointError(message("checkpoint.import_", f"cannot read {path}", problems, _COPY))
+        raise CheckpointError(message(owner, f"cannot read {path}", problems, _COPY))
     return found, {n: k for n, k in tied.items() if n not in found and k in found}
 
 
-def _weight_map(file: Path) -> dict[str, str]:
+def _weight_map(file: Path, owner: str) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_bytes())["weight_map"]
         names = list(weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            message("checkpoint.import_", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
+            message(owner, f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
         ) from None
     if odd := [
         f"{n!r} is not a plain file name"
         for n in dict.fromkeys(map(str, names))
         if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)
     ]:
-        raise CheckpointError(message("checkpoint.import_", f"{file} names files outside its directory", odd, _COPY))
+        raise CheckpointError(message(owner, f"{file} names files outside its directory", odd, _COPY))
     return weight_map
 
 
 def _header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors of a file in the order of their bytes, and its metadata, checked by the library."""
-    with safe_open(file, "np") as opened:
-        entries = {}
-        for name in opened.offset_keys():
+    with safe_open(file, "np") as opened, open(file, "rb") as raw:
+        entries, at = {}, 8 + int.from_bytes(raw.read(8), "little")
+        for name in opened.offset_keys():  # of which the library has made sure that they leave no gaps
             part = opened.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise ValueError(f"the dtype {part.get_dtype()!r} of {name!r} is not one of PyTorch's")
-            entries[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            entries[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()), at)
+            at += entries[name].nbytes
         return entries, opened.metadata() or {}
 
 
@@ -184,7 +197,8 @@ def _load(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, torch.Tensor]:
     return out
 
 
-def _nest(tensors: Mapping[str, torch.Tensor], path: Path) -> Any:
+def nested(tensors: Mapping[str, torch.Tensor], path: Path) -> Any:
+    """The tree whose leaves have these dotted names."""
     root: dict[str, Any] = {}
     problems = []
     for name, tensor in tensors.items():

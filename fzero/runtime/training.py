@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from fzero import agree, tree
 from fzero import random as fzrandom
 from fzero.allocator import return_freed_memory
 from fzero.arguments import count
+from fzero.checkpoint.loading import open_weights
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
@@ -38,7 +39,7 @@ from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, check_finite
-from fzero.state import gather, initialize, storage
+from fzero.state import gather, initialize, load, storage
 from fzero.state.assemble import (
     Last,
     abstract_state,
@@ -173,6 +174,107 @@ class CompiledStep(Compiled):
         state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         if places:  # leaves were made that rest elsewhere now
+            return_freed_memory()
+        return state
+
+    @alone("load")
+    def load(
+        self,
+        path: str | Path,
+        params: Any = None,
+        key: torch.Tensor | None = None,
+        *,
+        names: Mapping[str, str] | None = None,
+    ) -> State:
+        """The first state of a model whose weights are safetensors files, each rank's part read straight to where it
+        rests: a directory of Hugging Face's layout, or one file.
+
+        Leaves are found by their dotted names (`fz.tree.names(params)`) and converted to the dtype that they rest in.
+        Those that are not in the files begin anew, as `init` would make them, and are named in the log `fzero`; so is
+        what the files have besides.
+
+        Args:
+            path: the directory, or a .safetensors file.
+            params: what the model looks like: a function of a key that returns a pytree of tensors; or such a pytree
+                with whole leaves, whose values are used for what is not in the files (without values, on the meta
+                device, all must be there). By default that of the step's model (`fz.functionalize`), else what was
+                last made or restored, else nested dicts and lists as the files' names say, in their dtypes.
+            key: int64[3]; by default `fz.random.key(0)`.
+            names: the stored names of leaves that have others there. By default the model says what it is made of
+                (`fz.hf`: renamed and fused weights too).
+
+        Communication: a leaf that several ranks hold is read by them in parts and gathered, so that all ranks together
+            read each byte once; besides, a few hundred bytes through the store.
+        Memory: this rank's part of the state, and 44 MiB.
+
+        Raises:
+            CheckpointError: files that are missing, truncated or malformed; another model's; leaves of other shapes,
+                or in dtypes that are not converted (whole numbers, 8 bits): all at once, before any is made.
+            FzeroTypeError, FzeroValueError, TraceError: as for `init`.
+            DivergenceError: ranks that see different files, or give different parameters or keys.
+
+        Example:
+            >>> import tempfile, torch, fzero as fz
+            >>> from safetensors.torch import save_file
+            >>> path = tempfile.mkdtemp() + "/model.safetensors"
+            >>> save_file({"w": torch.ones(3, dtype=torch.bfloat16)}, path)
+            >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+            >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+            >>> train.load(path, {"w": torch.empty(3, device="meta")}).params
+            {'w': tensor([1., 1., 1.])}
+        """
+        key = fzrandom.key(0) if key is None else key
+        fzrandom.check_key("load", key)
+        key, model, graph = key.to(self.mesh.device), getattr(self.step.loss_fn, "model", None), None
+        weights = open_weights(path, self.mesh)
+        known = self._last.inputs if params is None and model is None else None
+        if params is None and model is not None:
+            params = model.params
+        elif params is None:
+            params = load.structure(weights) if known is None else abstract_params(known)
+        whole = params
+        if callable(params):
+            whole, graph = recorded(params, self.mesh.device_type)
+        check_params(whole, "load")
+        self._resolve(whole)
+        inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
+        plan = load.plan(weights, whole, inputs, names, model, graph)
+        flat = tree.leaves(whole)
+        held: Held = {"key": (key, ())}
+        if graph is not None:
+            held = {**held, "the init function": ("\n".join(map(str, signature(graph))), ())}
+        else:
+            held = {**held, **{inputs.leaves[i].path: (flat[i], ()) for i in plan.missing if not flat[i].is_meta}}
+        agree.same(self.mesh, "load", lambda: held, "give all ranks the same parameters and key")
+        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
+        places = self._places(inputs, opt_inputs, "load")
+
+        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
+            return storage.put(value, leaf, places, self.mesh)
+
+        def read() -> dict[int, torch.Tensor]:
+            return load.leaves(plan, inputs, self.mesh, put)
+
+        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+            made = dict(stored)
+            if graph is not None:
+                made |= initialize.from_function(graph, key, inputs, self.mesh, put, plan.missing)
+            else:
+                bare = [i for i in plan.missing if flat[i].is_meta]
+                first = model.initial([plan.names[i] for i in bare], key) if bare and model is not None else {}
+                values = {i: first[plan.names[i]] if i in bare else flat[i] for i in plan.missing}
+                made |= {i: put(shard(x, inputs.leaves[i], self.mesh), inputs.leaves[i]) for i, x in values.items()}
+            return made, initialize.opt_state(
+                self.resolved, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
+            )
+
+        with agree.unbroken(self.mesh):
+            stored = agree.everywhere(self.mesh, "load", read)
+            made, opt = agree.everywhere(self.mesh, "load", bear)
+        rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
+        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "load")
+        self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
+        if places:
             return_freed_memory()
         return state
 

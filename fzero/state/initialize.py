@@ -10,7 +10,7 @@ would be.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,16 @@ in a state."""
 Load = Callable[[], torch.Tensor]
 
 
-def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh, put: Put) -> dict[int, torch.Tensor]:
-    """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position."""
+def from_function(
+    graph: Recorded,
+    key: torch.Tensor,
+    inputs: Inputs,
+    mesh: Mesh,
+    put: Put,
+    only: Collection[int] | None = None,
+) -> dict[int, torch.Tensor]:
+    """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position; or some of
+    them."""
     (place,) = graph.inputs
     # one split makes the keys of many leaves: it is done once
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
@@ -45,7 +53,8 @@ def from_function(graph: Recorded, key: torch.Tensor, inputs: Inputs, mesh: Mesh
     values: dict[fx.Node, Load] = {
         n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
     }
-    return _leaves(graph, values, {}, inputs, mesh, put)
+    wanted = [i for i in inputs.distinct if only is None or i in only]
+    return _leaves(graph, values, {}, inputs, wanted, mesh, put)
 
 
 def opt_state(
@@ -67,7 +76,7 @@ def opt_state(
         )
     given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
     sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
-    return _leaves(graph, given, sharded, opt, mesh, put)
+    return _leaves(graph, given, sharded, opt, opt.distinct, mesh, put)
 
 
 def _leaves(
@@ -75,15 +84,16 @@ def _leaves(
     values: Mapping[fx.Node, Load],
     sharded: Mapping[fx.Node, Leaf],
     inputs: Inputs,
+    wanted: Sequence[int],
     mesh: Mesh,
     put: Put,
 ) -> dict[int, torch.Tensor]:
-    """The results of the graph, from the values of its inputs and of other nodes of it. `sharded`: the inputs that come
-    as shards, and of what."""
+    """Results of the graph, those at these positions, from the values of its inputs and of other nodes of it.
+    `sharded`: the inputs that come as shards, and of what."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
     out = {}
-    for i in inputs.distinct:
+    for i in wanted:
         leaf = inputs.leaves[i]
         # a graph of one leaf: with all inputs it would take time quadratic in the leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)

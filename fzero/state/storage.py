@@ -200,11 +200,11 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
         fill(target, disk.pieces(source))
 
 
-def cast(resting: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Iterator[torch.Tensor]:
-    """The value of a tensor of a state in another dtype; of one on disk in parts."""
-    return (
-        resting.detach().to(dtype) if extent_of(resting) is None else (part.to(dtype) for part in disk.pieces(resting))
-    )
+def cast(resting: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The value of a tensor of a state in another dtype, in parts."""
+    size = disk.BUFFER // resting.dtype.itemsize
+    flat = resting.detach().reshape(-1).split(size) if extent_of(resting) is None else disk.pieces(resting)
+    return (part.to(dtype) for part in flat)
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:

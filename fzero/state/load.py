@@ -1,0 +1,167 @@
+"""Loads parameters from safetensors files into their places: what is stored, what is initialised, what is left over.
+
+Which stored tensors make up a leaf is the model's to say, by default the one of the leaf's name. Everything is checked
+before any leaf is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint.importing import nested, sources_of
+from fzero.checkpoint.loading import Sources, Weights, read_leaves, unfit
+from fzero.errors import CheckpointError, message
+from fzero.layout import Leaf
+from fzero.mesh import Mesh
+from fzero.program.lines import Inputs
+from fzero.trace.record import Recorded
+
+logger = logging.getLogger("fzero")
+
+
+class Model(Protocol):
+    """The `model` of a loss function, as far as `CompiledStep.load` asks for it; all but `params` may be missing."""
+
+    params: Any
+    """A tree of whole leaves; meta tensors will do."""
+    unstored: Collection[str]
+    """Names of leaves that no file has: they are initialised, and not spoken of."""
+
+    def sources(self, weights: Weights) -> Sources:
+        """The runs of stored tensors that make up each leaf, as far as they are stored."""
+        ...
+
+    def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The whole values of leaves that no file has."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The leaves of parameters by where they come from; positions and stored names."""
+
+    weights: Weights
+    names: list[str]
+    stored: Sources
+    missing: list[int]
+
+
+def plan(
+    weights: Weights,
+    params: Any,
+    inputs: Inputs,
+    names: Mapping[str, str] | None,
+    model: Any,
+    graph: Recorded | None,
+) -> Plan:
+    """Decides where each leaf comes from; says in the log which are not in the files, and what of these is left.
+
+    Args:
+        params: the tree as it was given.
+        names: the stored names of leaves that have others.
+        model: see `Model`; or None.
+        graph: of an init function, if `params` was one.
+
+    Raises:
+        CheckpointError: leaves that differ, or that can come from nowhere; files of another model.
+    """
+    found, flat = tree.names(params), tree.leaves(params)
+    _check_names(names, found, weights)
+    if names is None and hasattr(model, "sources"):
+        sources = dict(model.sources(weights))
+        own = {n: n for n in found if n in sources}
+    else:
+        stored = {n: (names or {}).get(n, n) for n in found}
+        known = {n: weights.entries[key] for n, key in stored.items() if key in weights.entries}
+        own = sources_of(found, flat, known, {} if names else weights.tied)
+        sources = {n: weights.whole(stored.get(key, key)) for n, key in own.items() if key in known}
+        sources |= {n: weights.whole(key) for n, key in own.items() if key in weights.entries and n not in sources}
+    runs, missing = {}, []
+    for i in inputs.distinct:
+        name = next((found[j] for j, t in enumerate(inputs.ties) if t == i and found[j] in sources), None)
+        if name is None:
+            missing.append(i)
+        else:
+            runs[found[i]] = sources[name]
+    wanted = {found[i]: inputs.leaves[i] for i in inputs.distinct}
+    used = {run.key for source in sources.values() for run in source}
+    extra = [n for n, (_, e) in weights.entries.items() if n not in used and e.numel]
+    silent = set(getattr(model, "unstored", ()))
+    absent = [i for i in missing if found[i] not in silent]
+    if len(runs) < len(absent) and len(runs) < len(extra):
+        lines = [f"{found[i]}: missing in the files" for i in absent[:5]] + [
+            f"{n}: not of this model" for n in extra[:5]
+        ]
+        what = (
+            f"{weights.path} is another model's: {len(runs)} of {len(wanted)} leaves are in it, and {len(extra)} others"
+        )
+        fix = "give this model's directory, or names={leaf: stored name} where only names differ"
+        raise CheckpointError(message("load", what, lines, fix))
+    problems = unfit(weights, runs, wanted)
+    if graph is None and not hasattr(model, "initial"):
+        problems += [
+            f"{found[i]}: missing in the files, and given without a value to begin with"
+            for i in missing
+            if isinstance(flat[i], torch.Tensor) and flat[i].is_meta
+        ]
+    if problems:
+        fix = "give the model that the files are of; an init function as params, if some leaves are to begin anew"
+        raise CheckpointError(
+            message(
+                "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
+            )
+        )
+    if absent:
+        logger.warning(
+            "fzero.load: %d of %d leaves are not in %s and begin anew: %s",
+            len(absent),
+            len(wanted),
+            weights.path,
+            ", ".join(found[i] for i in absent),
+        )
+    if extra:
+        logger.warning("fzero.load: %d tensors of %s are not used: %s", len(extra), weights.path, ", ".join(extra))
+    return Plan(weights, found, runs, missing)
+
+
+def leaves(
+    made_of: Plan,
+    inputs: Inputs,
+    mesh: Mesh,
+    put: Callable[[Any, Leaf], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """The stored leaves as they rest, by position. Every rank calls it; what fails is raised when all have been
+    read."""
+    at = {made_of.names[i]: i for i in inputs.distinct}
+    wanted = {name: inputs.leaves[at[name]] for name in made_of.stored}
+    made: dict[int, torch.Tensor] = {}
+    failed: Exception | None = None
+    for name, parts in read_leaves(made_of.weights, made_of.stored, wanted, mesh):
+        if failed is None:
+            try:
+                made[at[name]] = put(parts, wanted[name])
+            except Exception as error:  # the other ranks still gather what this one reads
+                failed = error
+    if failed is not None:
+        raise failed
+    return made
+
+
+def structure(weights: Weights) -> Any:
+    """The tree that the names of the files make, of meta tensors; tied names are one tensor."""
+    metas = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, (_, e) in weights.entries.items()}
+    return nested(metas | {later: metas[first] for later, first in weights.tied.items()}, weights.path)
+
+
+def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Weights) -> None:
+    problems = [f"{n!r} is not a leaf" for n in names or () if n not in found]
+    problems += [f"{n}: {key!r} is not in the files" for n, key in (names or {}).items() if key not in weights.entries]
+    if problems:
+        fix = "names={leaf: stored name}, both with dots: {'layers.0.w': 'model.layers.0.weight'}"
+        raise CheckpointError(message("load", f"`names` does not fit {weights.path}", problems, fix))
