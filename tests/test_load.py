@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import fzero as fz
 from fzero.checkpoint import loading
@@ -184,7 +184,7 @@ moves = {
 train = fz.compile(fz.compose(*moves)(fz.train_step(loss, fz.optim.sgd(1e-3))), fz.make_mesh(data=1), backend="eager")
 like = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
 warm = {"w": torch.empty(4, 4, device="meta")}
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 save_file({"w": torch.ones(4, 4)}, scratch + "/warm.safetensors")
 fz.compile(fz.compose(*moves)(fz.train_step(loss, fz.optim.sgd(1e-3))), train.mesh, backend="eager").load(
     scratch + "/warm.safetensors", warm
@@ -340,3 +340,20 @@ def test_a_rank_that_fails(run_ranks: Any, tmp_path: Path, case: str) -> None:
     raised = run_ranks(2, failing, str(path), str(scratch), case, expect_error=True)
     said = {"read": "Input/output error", "write": "no space left", "elsewhere": "the files"}[case]
     assert all(r.type and said in r.message for r in raised), raised
+
+
+def test_a_module_says_what_it_looks_like(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    net.register_buffer("scale", torch.tensor(3.0), persistent=False)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for x in net.parameters():
+            x.zero_()
+    model = fz.functionalize(net)
+    step = model.train_step(fz.optim.sgd(0.1), lambda out, batch: out.square().mean())
+    train = fz.compile(fz.shard_params(step), fz.make_mesh(data=1), backend="eager")
+    state = train.load(tmp_path)
+    found = whole(train, state)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[n], stored[n]) for n in stored) and found["scale"] == 3
+    train(state, torch.ones(2, 4))

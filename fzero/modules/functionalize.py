@@ -106,6 +106,11 @@ class Functional:
     def __repr__(self) -> str:
         return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"
 
+    @property
+    def unstored(self) -> set[str]:
+        """The names of tensors that `state_dict()` does not have: buffers that are not persistent."""
+        return {*self._names} - self._still.state_dict().keys()
+
     @functools.cached_property
     def _eval(self) -> Mode:
         return Mode(copy.deepcopy(self._still).eval(), self.blocks, self._extra)
@@ -217,8 +222,9 @@ class Functional:
                     s.put(made.setdefault(s.name, new.clone().to(old.dtype)))
 
     def _marked(self, fn: Any, what: str) -> Any:
-        """A step's function, with its name and the leaves that it gets in their own dtype."""
-        fn.__name__, fn.exact = f"{_snake(self._name)}_{what}", self._exact
+        """A step's function, with its name, the leaves that it gets in their own dtype, and what it is of, which
+        `CompiledStep.load` asks for."""
+        fn.__name__, fn.exact, fn.model = f"{_snake(self._name)}_{what}", self._exact, self
         return fn
 
     # --- calls ---
