@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -42,6 +43,24 @@ def no_modes() -> Iterator[None]:
     """Leaves every dispatch mode for the body: work aside, in the middle of a trace."""
     with _disable_current_modes():
         yield
+
+
+@contextmanager
+def truncated_normal(fn: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """`torch.nn.init.trunc_normal_` inside is `fn(tensor, mean, std, a, b)`: PyTorch's draws until all elements are
+    within the bounds, which no trace can know."""
+    before = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = lambda x, mean, std, a, b, generator=None: fn(x, mean, std, a, b)
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = before
+
+
+@functools.cache
+def raising() -> frozenset[CodeType]:
+    """The code of PyTorch's own functions that raise unless all elements of a tensor hold."""
+    return frozenset({torch._check_tensor_all_with.__code__})
 
 
 def no_function_modes() -> Any:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
 import os
+import re
+import runpy
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts import EXAMPLES
 from torch import nn
 
 import fzero as fz
@@ -537,7 +543,9 @@ class OwnLoss(nn.Module):
         loss = F.cross_entropy(logits, labels, weight=self.weight)
         if self.twice:
             loss = loss + F.cross_entropy(logits, labels)
-        return {"loss": loss + self.extra * logits.square().mean() if self.extra else loss, "logits": logits}
+        if self.extra:
+            loss += self.extra * logits.square().mean()
+        return {"loss": loss, "logits": logits}
 
 
 class Outer(nn.Module):
@@ -591,3 +599,87 @@ def test_a_loss_of_several_means_is_refused():
         program_of(fz.functionalize(OwnLoss(twice=True)), None, ragged())
     with pytest.raises(fz.errors.FzeroTypeError, match="made of a cross entropy inside of a block"):
         program_of(fz.functionalize(Outer(), blocks=["inner"]), None, ragged())
+
+
+# --- on the meta device ---
+
+
+class Initialized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv, self.norm = nn.Linear(32, 64), nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)
+        self.attention, self.embed = nn.MultiheadAttention(8, 2), nn.Embedding(8, 8, padding_idx=0)
+        self.lstm, self.own = nn.LSTM(4, 4), Truncated()
+
+    def forward(self, x):
+        return x @ self.linear.weight
+
+
+class Truncated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(64, 64))
+        self.register_buffer("mask", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.w, std=0.5, a=-1.0, b=0.75)
+        self.mask.fill_(1.0)
+
+
+def first_values() -> dict[str, Any]:
+    with torch.device("meta"):
+        module = Initialized()
+    model = fz.functionalize(module)
+    step = model.train_step(optim.sgd(0.1), lambda out, batch: out.mean())
+    train = compiled(step, fz.shard_params())
+    return {n: x.clone() for n, x in named(train.gather(train.init(model.init, fz.random.key(3))).params).items()}
+
+
+def test_a_module_on_the_meta_device_is_initialised_from_a_key(run_ranks):
+    found, other = run_ranks(1, first_values)[0], run_ranks(2, first_values)[1]
+    torch.manual_seed(0)
+    like = Initialized().state_dict()
+    assert set(found) == set(like) and all(torch.equal(x, other[n]) for n, x in found.items())
+    for name, x in like.items():
+        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
+        if x.numel() > 1000:
+            assert found[name].std().item() == pytest.approx(x.std().item(), rel=0.05)
+            assert not torch.equal(found[name], x)
+    assert found["embed.weight"][0].abs().sum() == 0 and found["norm.running_var"].tolist() == [1.0] * 4
+    w = found["own.w"]
+    assert -1 <= w.min() < -0.99 and 0.74 < w.max() <= 0.75
+    assert w.mean().item() == pytest.approx(like["own.w"].mean().item(), abs=0.03)
+
+
+def test_a_tensor_that_nothing_initialises_is_refused_by_name():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), Small(branch))
+        module.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(fz.errors.TraceError, match=r"these tensors\n  scale: float32\[3\]\n  1.ema: float32"):
+        fz.functionalize(module).init(fz.random.key(0))
+    with torch.device("cpu"):
+        module = nn.Sequential(nn.Linear(4, 4), Small(branch, scale=nn.Parameter(torch.full((3,), 2.0))))
+    assert fz.functionalize(module).init(fz.random.key(0))[1]["scale"].tolist() == [2.0] * 3
+    with torch.device("meta"):
+        module = net()
+    model = fz.functionalize(module)
+    given = fz.tree.map(lambda x: torch.ones(x.shape), model.params)
+    model.write_back(given)
+    assert all(x.eq(1).all() for x in module.state_dict().values()) and isinstance(module.head.weight, nn.Parameter)
+
+
+# --- the example ---
+
+
+def example(steps: int) -> str:
+    sys.argv = ["train_module.py", str(steps)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "train_module.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_example_is_the_same_on_every_mesh(run_ranks):
+    one, three = run_ranks(1, example, 25)[0], run_ranks(3, example, 25)[0]
+    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", one)]
+    assert one == three and len(losses) == 1 and losses[0] < 4, one

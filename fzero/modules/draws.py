@@ -68,12 +68,12 @@ class Draws(_Seeded):
 
     Args:
         key: int64[3], or None.
-        dims: as a rehearsal found them.
+        dims: as a rehearsal found them; None: there is no batch.
     """
 
-    def __init__(self, key: torch.Tensor | None, dims: Dims = ()):
+    def __init__(self, key: torch.Tensor | None, dims: Dims | None = ()):
         super().__init__()
-        self.key, self._dims, self._keys = key, list(dims), 0
+        self.key, self._dims, self._keys = key, None if dims is None else list(dims), 0
 
     def next(self) -> torch.Tensor:
         """The key of the next draw, or of the next block."""
@@ -94,7 +94,7 @@ class Draws(_Seeded):
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
         """A draw of fz.random, the batch in its dim."""
         key = self.next()
-        at = self._dims.pop(0)
+        at = None if self._dims is None else self._dims.pop(0)
         if at is None:
             return kind(random.replicated(key), list(shape), *args)
         moved = [shape[at], *(n for i, n in enumerate(shape) if i != at)]

@@ -21,6 +21,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten
 from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw
+from fzero.modules.init import initialized
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.skeleton import Slot, holding, named, nested, renumber_hooks, settled, skeleton_of, slots_of
@@ -142,6 +143,17 @@ class Functional:
         other leaves. None where it overwrites none."""
         mode = self._train if self._module.training else self._eval
         return self._call(mode, Given(self._flat(params), key, _rows((args, kwargs)), args, kwargs))
+
+    def init(self, key: torch.Tensor) -> Any:
+        """The tensors' first values, drawn from a key by the module's own initialisation: for `train.init(model.init)`,
+        shard by shard. Of a module on the meta device it is the way to begin.
+
+        Raises:
+            TraceError: tensors that nothing in the module initialises.
+        """
+        own = dict(zip(self._names, tree.leaves(self.params), strict=True))
+        made = initialized(self._still, own, key)
+        return tree.unflatten(self._structure, [made[name] for name in self._names])
 
     def loss(self, fn: Loss | None = None, **settings: Any) -> Callable[..., Any]:
         """A loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
@@ -297,7 +309,7 @@ class Mode:
     def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
         def run() -> Any:
             if counting is not None:
-                counting.found.clear()
+                counting.counts.clear()
             with counting or nullcontext():
                 return self._run(given, Call(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
 

@@ -4,7 +4,7 @@ cut."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,12 @@ from fzero.modules.layers import in_block
 from fzero.step import weighted
 
 
-class CrossEntropy(NamedTuple):
-    mean: torch.Tensor
-    total: torch.Tensor
-    count: torch.Tensor  # of the targets that are not ignored
-
-
 class Counting(TorchFunctionMode):
-    """Notes each cross entropy inside that is a mean. One of no target at all is 0, not NaN."""
+    """Counts the targets that each cross entropy inside is a mean over. One of no target at all is 0, not NaN."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[CrossEntropy] = []
+        self.counts: list[torch.Tensor] = []
         self.in_blocks = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,8 +39,8 @@ class Counting(TorchFunctionMode):
         counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
         count = counted.sum().to(torch.float32)
         total = func(**{k: x for k, x in given.items() if k in _KEPT}, reduction="sum")
-        self.found.append(CrossEntropy(total / count.where(count > 0, 1.0), total, count))
-        return self.found[-1].mean
+        self.counts.append(count)
+        return total / count.where(count > 0, 1.0)
 
 
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -66,12 +60,10 @@ def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
         what = f"{owner} returns {kind}, which has no loss"
         fix = "give its labels in the batch, or a function of what it returns: model.loss(lambda out, batch: ...)"
         raise FzeroTypeError(message("functionalize", what, fix=fix))
-    found = counting.found if counting is not None else []
-    if len(found) > 1 or (counting is not None and counting.in_blocks):
-        several = f"{len(found)} cross entropies, each with a count of its own"
-        what = f"the loss of {owner} is made of {several if len(found) > 1 else 'a cross entropy inside of a block'}"
+    counts = counting.counts if counting is not None else []
+    if len(counts) > 1 or (counting is not None and counting.in_blocks):
+        several = f"{len(counts)} cross entropies, each with a count of its own"
+        what = f"the loss of {owner} is made of {several if len(counts) > 1 else 'a cross entropy inside of a block'}"
         fix = "give the loss: model.loss(lambda out, batch: out.loss), a mean of the parts' means, or fz.weighted(...)"
         raise FzeroTypeError(message("functionalize", what, fix=fix))
-    if not found:
-        return loss
-    return weighted(found[0].total if loss is found[0].mean else loss * found[0].count, found[0].count)
+    return weighted(loss * counts[0], counts[0]) if counts else loss
