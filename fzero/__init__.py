@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero import checkpoint, data, errors, optim, random, testing, tree
+    from fzero import checkpoint, data, deepspeed, errors, optim, random, testing, tree
     from fzero.build.build import has_compiler
     from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
@@ -89,6 +89,7 @@ __all__ = [
     "compose",
     "data",
     "data_parallel",
+    "deepspeed",
     "errors",
     "eval_step",
     "fits",

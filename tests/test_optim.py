@@ -262,6 +262,7 @@ EVERY = {
     "adamw_schedule": optim.adamw(optim.warmup_cosine(0.1, 2, 10)),
     "lion": optim.lion(optim.constant(0.1), weight_decay=0.1),
     "lamb": optim.lamb(optim.warmup_decay_lr(10, 0.0, 0.1, 4), weight_decay=0.1),
+    "skip": optim.skip_nonfinite(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1))),
     "clip": optim.chain(optim.clip_by_global_norm(0.1), optim.identity(), optim.scale(2.0)),
     "masked": optim.masked(optim.sgd(optim.warmup_stable_decay(0.1, 2, 2, 8), 0.9), lambda path, p: "bias" not in path),
     "partition": optim.partition({"a": optim.adamw(0.1), "b": optim.lion(optim.warmup_lr(0.0, 0.1, 3, "linear")),
@@ -480,7 +481,7 @@ def test_only_pointwise_operations_and_full_sums_on_leaves(name):
         assert node.meta["val"].shape in shapes, node.format_node()
     assert not [n for n in graph.graph.nodes if n.op == "get_attr"], "a tensor was baked into the graph"
     # 4 leaves: two norms each for lamb, one each for clipping; adamw, lion and sgd need no communication at all
-    assert num_sums == {"lamb": 8, "clip": 4}.get(name, 0)
+    assert num_sums == {"lamb": 8, "clip": 4, "skip": 8}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", EVERY)

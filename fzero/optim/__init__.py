@@ -21,6 +21,7 @@ from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, 
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
+from fzero.optim.nonfinite import skip_nonfinite
 from fzero.optim.rounding import stochastic_round
 from fzero.optim.schedules import (
     Schedule,
@@ -75,6 +76,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "skip_nonfinite",
     "stochastic_round",
     "trace",
     "warmup_cosine",

@@ -1,0 +1,12 @@
+"""Trains by DeepSpeed's configuration: each of its keys has a meaning, a note or a refusal.
+
+config = fz.deepspeed.load_config("ds_config.json", auto={"optimizer.params.lr": 3e-5})
+step = config.train_step(loss_fn)          # fz.train_step(loss_fn, config.optimizer), with config.transforms
+print(config.report())
+"""
+
+from fzero.deepspeed.arguments import from_arguments
+from fzero.deepspeed.config import Config, load_config
+from fzero.deepspeed.reading import Decision
+
+__all__ = ["Config", "Decision", "from_arguments", "load_config"]

@@ -1,0 +1,352 @@
+"""Loads DeepSpeed's configuration as transforms, an optimizer and a schedule."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.arguments import count
+from fzero.deepspeed import optimizer as optimizers
+from fzero.deepspeed.reading import DTYPES, Decision, Settings, read_file, settings
+from fzero.deepspeed.table import MEANING
+from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.optim import GradientTransformation, Schedule
+from fzero.optim.loss_scale import LossScale
+from fzero.step import Step, compose, train_step
+from fzero.transforms.accumulate import accumulate
+from fzero.transforms.base import Transform
+from fzero.transforms.offload import offload
+from fzero.transforms.precision import mixed_precision
+from fzero.transforms.remat import remat
+from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
+
+_ZERO = "zero_optimization"
+_OFFLOADS = {f"{_ZERO}.offload_optimizer": ("opt_state", 1), f"{_ZERO}.offload_param": ("params", 3)}
+"""What each section sends off, and the first stage at which DeepSpeed does."""
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OMITTED = {"gradient_clipping": 1.0, "fp16.enabled": False, "bf16.enabled": False}
+"""What keys come to that are omitted."""
+
+_SCALE = {
+    "initial": "initial_scale_power",
+    "growth_interval": "loss_scale_window",
+    "minimum": "min_loss_scale",
+}
+"""Arguments of `LossScale` that have another name in DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class Larger:
+    """The predicate of leaves with at least so many elements."""
+
+    numel: int
+
+    def __call__(self, path: str, leaf: torch.Tensor) -> bool:
+        return leaf.numel() >= self.numel
+
+
+@dataclass(frozen=True)
+class Without:
+    """The predicate of leaves whose path none of these patterns finds; in a pattern `*` stands for any characters."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, path: str, leaf: torch.Tensor) -> bool:
+        names = re.sub(r"\['?([^'\]]*)'?\]", r".\1", path)
+        return not any(re.search(p.replace("*", ".*"), names) for p in self.patterns)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a configuration of DeepSpeed's means here. Called with a step it is all of its transforms.
+
+    Attributes:
+        transforms: the specs that it asks for, each as one would write it.
+        optimizer: what `fz.train_step` takes, with clipping.
+        schedule: the learning rate by the number of the update, from 0; None: a constant.
+        batch_size: rows of a step, over all ranks; None, as the next, if the configuration leaves them to its caller.
+        micro_batch_size: rows of a rank and micro-batch.
+        num_micro_batches: of a step.
+        decisions: every key with its answer, and what follows from keys that are omitted.
+
+    Example:
+        >>> import fzero as fz
+        >>> given = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+        >>> config = fz.deepspeed.load_config(given | {"optimizer": {"type": "AdamW"}}, world=2)
+        >>> config.micro_batch_size, [str(t) for t in config.transforms]
+        (2, ["shard_grads(axis='data')", 'accumulate(num_micro_batches=2)'])
+    """
+
+    source: str
+    transforms: tuple[Transform, ...]
+    optimizer: GradientTransformation
+    schedule: Schedule | None
+    batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    decisions: tuple[Decision, ...]
+    optimizer_text: str
+
+    def __call__(self, step: Any) -> Any:
+        return compose(*self.transforms)(step)
+
+    def train_step(self, loss_fn: Callable[..., Any], **kwargs: Any) -> Step:
+        """`fz.train_step(loss_fn, config.optimizer, **kwargs)` with the transforms."""
+        return self(train_step(loss_fn, self.optimizer, **kwargs))
+
+    def report(self, width: int = 120) -> str:
+        """A table of every key: its value, the answer to it (meaning or note), and what becomes of it; and last what
+        all of them come to."""
+        rows = [(d.path, d.value, d.answer, d.says) for d in self.decisions]
+        rows.sort(key=lambda row: row[2] != MEANING)
+        key, value, answer = (
+            max([len(row[i]) for row in rows] + [len(t)]) for i, t in enumerate(("key", "value", "answer"))
+        )
+        value = min(value, 24)
+        room, lines = max(24, width - key - value - answer - 6), []
+        for path, found, kind, says in [("key", "value", "answer", "what becomes of it"), *rows]:
+            cells = [textwrap.wrap(found, value) or [""], textwrap.wrap(says, room)]
+            for i in range(max(map(len, cells))):
+                left, right = (cell[i] if i < len(cell) else "" for cell in cells)
+                first = (path, kind) if i == 0 else ("", "")
+                lines.append(f"{first[0]:{key}}  {left:{value}}  {first[1]:{answer}}  {right}".rstrip())
+        batch = f"{self.batch_size} rows, of each rank {self.num_micro_batches} x {self.micro_batch_size}"
+        means = {"transforms": ", ".join(map(str, self.transforms)), "optimizer": self.optimizer_text, "batch": batch}
+        for name, text in means.items():
+            lines += textwrap.wrap(f"{name}: {text}", width, subsequent_indent="  ", break_long_words=False)
+        return "\n".join([f"{self.source}, DeepSpeed's configuration", *lines])
+
+
+def load_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    auto: Mapping[str, Any] | None = None,
+    world: int | None = None,
+    optimizer: optimizers.Given = None,
+) -> Config:
+    """A configuration of DeepSpeed's, key by key, as what it means here.
+
+    Every key of DeepSpeed 0.19.8 has a meaning, a note (it is accepted and does nothing, for a reason) or is refused;
+    `report()` shows which. Defaults are DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping`
+    says otherwise, "Adam" is AdamW, a warm-up is logarithmic. DeepSpeed itself is not needed.
+
+    Args:
+        config: the path of a file, JSON or, where hjson is installed, HJSON; a dict; or the base64 of DeepSpeed's
+            launcher.
+        auto: by path ("optimizer.params.lr") values of keys that are "auto"; `from_arguments` makes them of
+            TrainingArguments. A key with a value of its own must have this one.
+        world: ranks that divide the batch, by default the processes that torchrun started.
+        optimizer: in place of the section `optimizer`; or a function that is called with the schedule, None if there is
+            none, and returns one.
+
+    Raises:
+        FzeroValueError: listing all keys that are unknown, with the nearest names, all values of another kind, each
+            "auto" that nothing fills in, and all that is refused, by path.
+
+    Example:
+        >>> import fzero as fz
+        >>> try:
+        ...     fz.deepspeed.load_config({"train_batch_size": 8, "zero_optimisation": {}, "gradient_cliping": 1.0})
+        ... except fz.errors.FzeroValueError as error:
+        ...     print(error)
+        fzero.deepspeed: a dict has 3 problems
+          zero_optimisation: unknown: did you mean 'zero_optimization'?
+          gradient_cliping: unknown: did you mean 'gradient_clipping'?
+          optimizer: none is said; add the section, or write it with fz.optim, load_config(optimizer=...)
+        Fix: correct these keys; every other is understood
+    """
+    given, source = read_file(config)
+    found = settings(given, auto or {})
+    world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world
+    found.problems += count("world", world)
+    total, micro, num = _batch(found, world)
+    _agree(found, auto or {}, dict(zip(_BATCH, (total, micro, num), strict=True)))
+    transforms = [*_precision(found), *_stage(found), *_offload(found), *_activations(found)]
+    transforms += [accumulate(num_micro_batches=num)] if num > 1 else []
+    made = optimizers.make(found, optimizer, _clipping(found), _skips(found))
+    if found.problems or made is None:
+        problems = list(dict.fromkeys(found.problems))
+        what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise FzeroValueError(message("deepspeed", what, problems, "correct these keys; every other is understood"))
+    return Config(
+        source, tuple(transforms), made.optimizer, made.schedule, total, micro, num, tuple(found.decisions), made.text
+    )
+
+
+def _batch(found: Settings, world: int) -> tuple[int, int, int]:
+    """Rows of a step, of a rank's micro-batch, and how many micro-batches: any two of them give the third. DeepSpeed
+    rounds down, and fails on what is left over."""
+    paths = _BATCH
+    if any(p.startswith((*paths, "world")) for p in found.problems):
+        return 1, 1, 1
+    total, micro, num = (None if (x := found.get(p)) is None else int(x) for p in paths)
+    for path, n in zip(paths, (total, micro, num), strict=True):
+        if n == 0:
+            found.refuse(path, "must be at least 1")
+            return 1, 1, 1
+    if total is None and micro is None:
+        found.problems.append(f"{paths[0]}: give it, or {paths[1]}")
+        return 1, 1, 1
+    if micro is None:
+        num = num or 1
+        micro = total // (world * num)  # pyright: ignore[reportOptionalOperand]  # one of the two is there
+    elif num is None:
+        num = 1 if total is None else max(1, total // (world * micro))
+    if total is None:
+        total = micro * num * world
+    if micro * num * world != total:
+        given = ", ".join(f"{path}={found.values[path]}" for path in paths if found.get(path) is not None)
+        says = f"{micro} rows x {num} micro-batches x {world} ranks are {micro * num * world}"
+        found.problems.append(f"{given}: {says}")
+    return total, micro, num
+
+
+def _agree(found: Settings, auto: Mapping[str, Any], batch: dict[str, int]) -> None:
+    """The arguments must say what omitted keys come to: DeepSpeed goes by these, in silence."""
+    known = not any(p.startswith(("train_", "gradient_acc", "world")) for p in found.problems)
+    for path, value in (_OMITTED | (batch if known else {})).items():
+        if path not in found.values and path in auto and auto[path] != value:
+            says = f"omitted, it is {value!r}; the arguments say {auto[path]!r}: give it, or 'auto'"
+            found.problems.append(f"{path}: {says}")
+
+
+def _clipping(found: Settings) -> float:
+    if found.values.get("gradient_clipping") is None:
+        found.omitted("gradient_clipping", "1.0, as DeepSpeed has it since 2026; 0 is none")
+    norm = float(found.get("gradient_clipping", 1.0))
+    if norm < 0:
+        found.refuse("gradient_clipping", "must be at least 0")
+    return max(0.0, norm)
+
+
+def _skips(found: Settings) -> bool:
+    """Whether updates with gradients that are not finite are left out; under fp16 the loss scale does that."""
+    if not found.get("bf16.enabled", False):
+        return False
+    if "bf16.check_grad_overflow" not in found.values:
+        found.omitted("bf16.check_grad_overflow", "true: a step whose gradients are not finite changes nothing")
+    return found.get("bf16.check_grad_overflow", True)
+
+
+def _precision(found: Settings) -> list[Transform]:
+    computes = [text for text in ("fp16", "bf16") if found.get(f"{text}.enabled", False)]
+    if found.get("torch_autocast.enabled", False):
+        dtype = DTYPES.get(found.get("torch_autocast.dtype", ""))
+        if dtype != "bf16":
+            found.problems.append("torch_autocast.dtype: bfloat16; of float16 there is fp16.enabled, with a loss scale")
+        computes.append(dtype or "bf16")
+    if len(computes) > 1:
+        found.problems.append("fp16.enabled, bf16.enabled, torch_autocast.enabled: one of them")
+        return []
+    compute = computes[0] if computes else "fp32"
+    params = DTYPES.get(found.get("data_types.param_dtype", compute))
+    if params != compute and not found.get("torch_autocast.enabled", False):
+        found.refuse("data_types.param_dtype", f"{compute} is computed in; DeepSpeed refuses it too")
+    wires = {p: DTYPES[x] for p in ("communication_data_type", "data_types.grad_accum_dtype") if (x := found.get(p))}
+    options: dict[str, Any] = {}
+    if found.get("bf16.bf16_master_weights_and_grads", False) and compute == "bf16":
+        options = {"params": "bf16", "reduce": "bf16", "rounding": "nearest"}
+    if len({*wires.values()}) > 1:
+        found.problems.append(f"{' and '.join(wires)}: gradients are reduced and added up in one dtype")
+    elif wires:
+        options["reduce"] = next(iter(wires.values()))
+    elif compute != "fp32" and not options:
+        says = f"fp32: sums of gradients are exacter than in {compute}, DeepSpeed's default, and twice the bytes"
+        found.omitted("communication_data_type", says)
+    kept = found.get("data_types.keep_in_fp32_modules", [])
+    if kept:
+        options["where"] = Without(tuple([kept] if isinstance(kept, str) else kept))
+    if compute == "fp16" or options.get("reduce") == "fp16":
+        options["loss_scale"] = _loss_scale(found)
+        options["loss_scale_at_minimum"] = "raise" if isinstance(options["loss_scale"], LossScale) else "warn"
+    if compute == "fp32" and options.get("reduce", "fp32") == "fp32":
+        return []
+    return _made(found, "fp16 and bf16", lambda: mixed_precision(compute=compute, **options))
+
+
+def _loss_scale(found: Settings) -> LossScale | float | None:
+    get = lambda key, default: found.get(f"fp16.{key}", default)  # noqa: E731
+    if get("loss_scale", 0):
+        return float(get("loss_scale", 0))
+    found.omitted("fp16.loss_scale", "DeepSpeed counts one step more before the first growth after an overflow")
+    scales = _made(
+        found,
+        "fp16",
+        lambda: LossScale(
+            2.0 ** get("initial_scale_power", 16),
+            int(get("loss_scale_window", 1000)),
+            hysteresis=int(get("hysteresis", 2)),
+            consecutive_hysteresis=get("consecutive_hysteresis", False),
+            minimum=float(get("min_loss_scale", 1)),
+        ),
+    )
+    return scales[0] if scales else None
+
+
+def _stage(found: Settings) -> list[Transform]:
+    stage, small = found.get(f"{_ZERO}.stage", 0), f"{_ZERO}.stage3_param_persistence_threshold"
+    numel = found.get(small)
+    if stage == 3 and numel:
+        return [shard_params(where=Larger(int(numel))), shard_grads()]
+    if stage == 3 and numel is None:
+        found.omitted(small, "0: every parameter is sharded, but those with fewer elements than there are ranks")
+    return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]
+
+
+def _offload(found: Settings) -> list[Transform]:
+    stage, wanted = found.get(f"{_ZERO}.stage", 0), {}
+    old = dict(zip(_OFFLOADS, (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param"), strict=True))
+    for section, (role, least) in _OFFLOADS.items():
+        at = f"{section}.device" if f"{section}.device" in found.values else old[section]
+        tier = found.get(f"{section}.device", "cpu" if found.get(old[section], False) else "none")
+        path, share = found.get(f"{section}.nvme_path"), found.get(f"{section}.ratio", 1.0)
+        if f"{section}.device" in found.values and found.get(old[section], False):
+            found.refuse(old[section], f"{section} says it already")
+        if tier == "none" or share == 0:
+            continue
+        if stage < least:
+            says = f"it needs stage {least}, this is stage {stage}; DeepSpeed accepts it and does nothing"
+            found.refuse(at, says)
+        if tier == "nvme" and path is None:
+            found.problems.append(f"{section}.nvme_path: missing: device 'nvme' needs a directory")
+            continue
+        if tier == "nvme" and stage in (1, 2):
+            found.note(at, f"state rests on the disk, also at stage {stage}, where DeepSpeed leaves it in host memory")
+        if tier == "cpu" and path is not None:
+            found.note(f"{section}.nvme_path", "not used: the device is 'cpu'")
+        wanted.setdefault((tier, path if tier == "nvme" else None, float(share)), []).append(role)
+    if len({path for tier, path, _ in wanted if tier == "nvme"}) > 1:
+        paths = " and ".join(f"{section}.nvme_path" for section in _OFFLOADS)
+        found.problems.append(f"{paths}: the files of a state lie in one place: give both the same directory")
+    return [
+        t
+        for (tier, path, share), roles in wanted.items()
+        for t in _made(found, _ZERO, lambda t=tier, r=roles, p=path, f=share: offload(tier=t, of=r, path=p, fraction=f))
+    ]
+
+
+def _activations(found: Settings) -> list[Transform]:
+    """Layers are recomputed from their inputs, which wait in host memory, as DeepSpeed's checkpoints do."""
+    if not found.get("activation_checkpointing.cpu_checkpointing", False):
+        return []
+    return [remat(policy="full"), offload(tier="cpu", of="activations")]
+
+
+def _made(found: Settings, where: str, make: Callable[[], Any]) -> list[Any]:
+    """What `make` makes, if its arguments are right; else its problems are the configuration's."""
+    try:
+        return [make()]
+    except FzeroError as error:
+        said = [line.strip() for line in str(error).splitlines() if line.startswith("  ")]
+        text = "; ".join(said or [str(error)])
+        for name, key in _SCALE.items():
+            text = text.replace(f"{name}=", f"{key}=")
+        found.problems.append(f"{where}: {text}")
+        return []

@@ -1,0 +1,207 @@
+"""Makes optimizers and schedules of the sections `optimizer` and `scheduler`, with DeepSpeed's defaults."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import optim
+from fzero.deepspeed.reading import Settings
+from fzero.errors import FzeroError
+from fzero.optim import GradientTransformation, Schedule
+
+_ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
+_TORCH = "lr weight_decay maximize foreach fused differentiable"
+PARAMS = {
+    "Adam": f"{_ADAM} {_TORCH}".split(),
+    "AdamW": f"{_ADAM} {_TORCH}".split(),
+    "Lion": ["lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"],
+    "SGD": f"momentum dampening nesterov {_TORCH}".split(),
+}
+"""The optimizers that there are, and their arguments."""
+
+REFUSED = {
+    "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
+    **dict.fromkeys(("Muon", "Adagrad"), "not there"),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not there"),
+    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and refuses it too"),
+}
+"""Optimizers that DeepSpeed knows, and why there are none here."""
+
+SCHEDULES = {
+    "WarmupLR": ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"],
+    "WarmupDecayLR": ["total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"],
+    "WarmupCosineLR": ["total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"],
+}
+"""The schedules that there are, and their arguments."""
+
+_CLIENT = "write it with fz.optim, load_config(optimizer=...)"
+Given = GradientTransformation | Callable[[Schedule | None], GradientTransformation] | None
+
+
+class Made(NamedTuple):
+    """An optimizer, the schedule that it goes by (None: a constant rate), and its text."""
+
+    optimizer: GradientTransformation
+    schedule: Schedule | None
+    text: str
+
+
+def make(settings: Settings, given: Given, clip: float, skip: bool) -> Made | None:
+    """The optimizer of a configuration, or the `given` one in its place, behind clipping; None if there is none.
+
+    Args:
+        clip: the largest global norm; 0: none.
+        skip: whether an update whose gradients are not finite changes nothing.
+    """
+    lr = float(settings.get("optimizer.params.lr", 1e-3))
+    schedule, says = _schedule(settings, lr)
+    try:
+        made = (
+            _given(settings, given, schedule)
+            if given is not None
+            else _own(settings, schedule or lr, says or f"{lr:g}")
+        )
+    except FzeroError as error:
+        settings.problems.append(f"optimizer: {error}")
+        return None
+    if made is None:
+        return None
+    optimizer, text = made
+    if clip:
+        optimizer = optim.chain(optim.clip_by_global_norm(clip), optimizer)
+        text = f"chain(clip_by_global_norm({clip:g}), {text})"
+    if skip:
+        optimizer, text = optim.skip_nonfinite(optimizer), f"skip_nonfinite({text})"
+    return Made(optimizer, schedule, text)
+
+
+def _given(settings: Settings, given: Any, schedule: Schedule | None) -> tuple[GradientTransformation, str] | None:
+    """The caller's own optimizer. DeepSpeed takes it in place of the section, too."""
+    if "optimizer.type" in settings.values:
+        settings.note("optimizer.type", "the caller's optimizer takes its place")
+    made = callable(given) and not isinstance(given, tuple)
+    if schedule is not None and not made:
+        settings.refuse("scheduler.type", "the caller's optimizer has its own: load_config(optimizer=lambda lr: ...)")
+        return None
+    return (given(schedule) if made else given), "the caller's"
+
+
+def _own(settings: Settings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str] | None:
+    kind = settings.get("optimizer.type")
+    if kind is None:
+        settings.problems.append(f"optimizer: none is said; add the section, or {_CLIENT}")
+        return None
+    names = {name.lower(): name for name in (*PARAMS, *REFUSED)}
+    name = names.get(kind.lower(), kind)
+    if name not in PARAMS or (name == "SGD" and kind != "SGD"):
+        near = difflib.get_close_matches(kind, PARAMS, n=1)
+        torch_has = isinstance(getattr(torch.optim, kind, None), type)
+        why = REFUSED.get(name) or ("not there" if torch_has else "unknown")
+        settings.refuse(
+            "optimizer.type", f"{why}: {f'did you mean {near[0]!r}, or ' if near and not torch_has else ''}{_CLIENT}"
+        )
+        return None
+    given = {p.rpartition(".")[2] for p in settings.values if p.startswith("optimizer.params.")}
+    odd = sorted(given - {*PARAMS[name]} - {"max_grad_norm"})
+    settings.problems += [f"optimizer.params.{x}: {name} has no such argument" for x in odd]
+    get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
+    if name == "SGD":
+        text = ", ".join(f"{key}={get(key, 0)!r}" for key in ("momentum", "nesterov", "weight_decay") if get(key, 0))
+        made = optim.sgd(lr, get("momentum", 0.0), get("nesterov", False), get("weight_decay", 0.0))
+        return made, f"sgd({', '.join(x for x in (shown, text) if x)})"
+    b1, b2 = get("betas", (0.9, 0.999))
+    if name == "Lion":
+        if "betas" not in given:
+            settings.omitted("optimizer.params.betas", "DeepSpeed's own, 0.9 and 0.999 (fz.optim.lion: 0.9 and 0.99)")
+        decay = get("weight_decay", 0.0)
+        return optim.lion(lr, b1, b2, decay), f"lion({shown}, b1={b1:g}, b2={b2:g}, weight_decay={decay:g})"
+    return _adam(settings, name, lr, shown, b1, b2)
+
+
+def _adam(
+    settings: Settings, name: str, lr: Any, shown: str, b1: float, b2: float
+) -> tuple[GradientTransformation, str]:
+    get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
+    decoupled = name == "AdamW" or get("adam_w_mode", True)
+    default = 0.01 if decoupled and get("torch_adam", False) else 0.0
+    decay, eps = float(get("weight_decay", default)), get("eps", 1e-8)
+    if "optimizer.params.weight_decay" not in settings.values:
+        settings.omitted("optimizer.params.weight_decay", f"{default:g}, as DeepSpeed has it (fz.optim.adamw: 0.01)")
+    if name == "Adam" and decoupled:
+        settings.note("optimizer.type", "AdamW: decay is decoupled; for L2, adam_w_mode false")
+    if name == "AdamW" and not get("adam_w_mode", True):
+        settings.note("optimizer.params.adam_w_mode", "without effect, as in DeepSpeed: AdamW is decoupled")
+    numbers = f"{shown}, b1={b1:g}, b2={b2:g}, eps={eps:g}"
+    if decoupled:
+        return optim.adamw(lr, b1, b2, eps, decay), f"adamw({numbers}, weight_decay={decay:g})"
+    made = optim.adam(lr, b1, b2, eps)
+    if not decay:
+        return made, f"adam({numbers})"
+    return optim.chain(
+        optim.add_decayed_weights(decay), made
+    ), f"chain(add_decayed_weights({decay:g}), adam({numbers}))"
+
+
+def _schedule(settings: Settings, lr: float) -> tuple[Schedule | None, str]:
+    """The schedule, None if there is none, and its text. DeepSpeed steps it after the update, from -1."""
+    kind = settings.get("scheduler.type")
+    params = {p.rpartition(".")[2]: x for p, x in settings.values.items() if p.startswith("scheduler.params.")}
+    if kind is None:
+        settings.problems += ["scheduler.type: missing"] if params else []
+        return None, ""
+    if kind not in SCHEDULES:
+        near = difflib.get_close_matches(kind, SCHEDULES, n=1)
+        there = kind in ("OneCycle", "LRRangeTest")
+        why = "not there" if there else f"unknown{f': did you mean {near[0]!r}?' if near else ''}"
+        settings.refuse("scheduler.type", f"{why}; or a function of the step, {_CLIENT}")
+        return None, ""
+    known = (*SCHEDULES[kind], "last_batch_iteration")
+    odd = [f"scheduler.params.{x}: {kind} has no such argument" for x in params if x not in known]
+    if "total_num_steps" in known and params.get("total_num_steps") is None:
+        odd.append(f"scheduler.params.total_num_steps: {kind} needs it")
+    settings.problems += odd
+    if odd:
+        return None, ""
+    if "warmup_type" not in params:
+        settings.omitted("scheduler.params.warmup_type", "log; where a straight line is meant, say linear")
+    get = lambda key, default: default if params.get(key) is None else params[key]  # noqa: E731
+    low, steps = float(get("warmup_min_lr", 0.0)), int(get("warmup_num_steps", 1000))
+    high, shape = float(get("warmup_max_lr", lr if kind == "WarmupLR" else 1e-3)), get("warmup_type", "log")
+    try:
+        if kind == "WarmupCosineLR":
+            schedule = _cosine(
+                lr,
+                int(params["total_num_steps"]),
+                steps,
+                shape,
+                get("warmup_min_ratio", 0.0),
+                get("cos_min_ratio", 1e-4),
+            )
+        elif kind == "WarmupLR":
+            schedule = optim.warmup_lr(low, high, steps, shape)
+        else:
+            schedule = optim.warmup_decay_lr(int(params["total_num_steps"]), low, high, steps, shape)
+    except FzeroError as error:
+        settings.problems.append(f"scheduler.params: {error}")
+        return None, ""
+    return (lambda step: schedule(step - 1)), kind
+
+
+def _cosine(lr: float, total: int, steps: int, shape: str, low: float, end: float) -> Schedule:
+    """DeepSpeed's `WarmupCosineLR`: warm-up from `low` to 1 times `lr`, then half a cosine to `end` times it."""
+    steps = max(2, steps)
+    gamma = optim.warmup_lr(0.0, 1.0, steps, shape)  # pyright: ignore[reportArgumentType]  # checked by its row
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x = torch.as_tensor(step).to(torch.float64)
+        fraction = ((x - steps + 1) / max(1, total - steps)).clamp(0.0, 1.0)
+        down = end + (1 - end) * (1 + torch.cos(math.pi * fraction)) / 2
+        ratio = torch.where(x < steps, low + (1 - low) * gamma(step), down.clamp(min=0.0))
+        return (lr * torch.where(x < 0, 0.0, ratio)).to(torch.float32)
+
+    return schedule

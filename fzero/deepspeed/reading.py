@@ -1,0 +1,247 @@
+"""Reads a configuration of DeepSpeed's into values by path: unknown keys, values of another kind, and "auto".
+
+Nothing is decided here about what a key means; all that is wrong is collected, for one error.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fzero.arguments import shown
+from fzero.deepspeed.table import ALIASES, NOTE, REFUSED, ROWS, SECTIONS, Row
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+
+_ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A key, its value as it is given ("" for one that is omitted), the answer to it, and why."""
+
+    path: str
+    value: str
+    answer: str
+    says: str
+
+
+@dataclass
+class Settings:
+    """Values by the path of their row, with what has been decided and what is wrong so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value of a key; of one that is omitted, null or "auto" the default."""
+        found = self.values.get(path)
+        return default if found is None or found == "auto" else found
+
+    def omitted(self, path: str, says: str) -> None:
+        """Notes what happens because a key is omitted."""
+        self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
+
+    def note(self, path: str, says: str) -> None:
+        """Notes something about a key beside its row."""
+        self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
+
+    def refuse(self, path: str, says: str) -> None:
+        self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
+
+
+def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A configuration as a dict, and what to call it: from a dict, a path, or the base64 that DeepSpeed's launcher
+    makes.
+
+    Raises:
+        FzeroTypeError: a value that is none of these.
+        FzeroValueError: a file that is missing, or not JSON (or, where hjson is installed, HJSON); a key twice.
+    """
+    if isinstance(config, Mapping):
+        return _plain(config, "a dict"), "a dict"
+    if not isinstance(config, (str, os.PathLike)):
+        what = f"a configuration is a path or a dict, not {type(config).__name__}"
+        raise FzeroTypeError(message("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")'))
+    path, name = Path(config), os.fspath(config)
+    if path.is_file():
+        return _parsed(path.read_text(), name), name
+    try:
+        text = base64.urlsafe_b64decode(name).decode()
+    except (binascii.Error, ValueError):
+        fix = "give the path of a file that is there, or the dict itself"
+        raise FzeroValueError(message("deepspeed", f"{shown(name)} is not there", fix=fix)) from None
+    return _parsed(text, "base64"), "base64"
+
+
+def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """As JSON has it: lists for tuples, texts for keys."""
+    try:
+        return json.loads(json.dumps(dict(config)))
+    except (TypeError, ValueError) as error:
+        raise FzeroTypeError(message("deepspeed", f"{name} has values that JSON has not", [str(error)])) from None
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [key for key, _ in pairs]
+        twice.extend(key for key in dict.fromkeys(names) if names.count(key) > 1)
+        return dict(pairs)
+
+    twice: list[str] = []
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson  # pyright: ignore[reportMissingImports]  # comes with DeepSpeed
+        except ImportError:
+            fix = "write JSON; of HJSON (comments, no quotes) one needs the package hjson"
+            raise FzeroValueError(message("deepspeed", f"{name} is not JSON", [str(error)], fix)) from None
+        try:
+            found = hjson.loads(text, object_pairs_hook=unique)
+        except ValueError as second:
+            raise FzeroValueError(message("deepspeed", f"{name} is neither JSON nor HJSON", [str(second)])) from None
+    if twice:
+        problems = [f"{key!r} twice in one section" for key in twice]
+        raise FzeroValueError(message("deepspeed", f"{name} has keys twice", problems, "keep one of each"))
+    if not isinstance(found, dict):
+        what = f"{name} is {type(found).__name__}, not a section"
+        raise FzeroValueError(message("deepspeed", what, fix='a configuration is {"train_batch_size": 32, ...}'))
+    return found
+
+
+def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> Settings:
+    """The values of a configuration, "auto" filled in, and what its keys are answered, but for what several of them
+    mean together."""
+    out, auto = Settings(), _plain(auto, "auto")
+    written: dict[str, str] = {}
+    for path, value in _leaves(given, out):
+        at = ALIASES.get(path, path)
+        if at in written:
+            out.problems.append(f"{path} and {written[at]}: one key under two names")
+        written[at] = path
+        row = ROWS[at]
+        if value == "auto" and "auto" not in row.kind and row.kind not in ("any", "count~", "texts~"):
+            if at not in auto and row.answer != NOTE:
+                out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
+                continue
+            value = auto.get(at, value)
+        elif at in auto and auto[at] != value and value is not None:
+            out.problems.append(f"{path}={shown(value)}: the arguments say {shown(auto[at])}; make it 'auto'")
+        if value != "auto" and (problem := wrong(row.kind, value)):
+            out.problems.append(f"{path}={shown(value)}: {problem}")
+            continue
+        out.values[at] = value
+        _answer(out, path, row, value)
+    unknown = [name for name in auto if name not in ROWS]
+    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name)}" for name in unknown]
+    return out
+
+
+def _answer(out: Settings, path: str, row: Row, value: Any) -> None:
+    if row.answer != REFUSED:
+        out.decisions.append(Decision(path, shown(value), row.answer, row.says))
+    elif any(value is x or (value == x and not isinstance(value, bool)) for x in row.neutral) or _off(value):
+        out.decisions.append(Decision(path, shown(value), NOTE, "asks for nothing"))
+    else:
+        out.problems.append(f"{path}={shown(value)}: {row.says}")
+
+
+def _off(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("enabled") is False
+
+
+def _leaves(given: Mapping[str, Any], out: Settings, under: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        path = f"{under}{key}"
+        if path in SECTIONS and isinstance(value, Mapping):
+            yield from _leaves(value, out, f"{path}.")
+        elif path == "zero_optimization" and isinstance(value, bool):
+            yield "zero_optimization.stage", int(value)
+        elif path in SECTIONS and value is not None:
+            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_keys(path)[0]!r}: ...}}")
+        elif path in ROWS or path in ALIASES:
+            yield path, value
+        elif path not in SECTIONS:
+            out.problems.append(f"{path}: unknown{_nearest(path)}")
+
+
+def _keys(section: str) -> list[str]:
+    """The names of the keys of a section ("": the top)."""
+    at = f"{section}." if section else ""
+    names = (path[len(at) :].partition(".")[0] for path in (*ROWS, *ALIASES) if path.startswith(at))
+    return list(dict.fromkeys(names))
+
+
+def _nearest(path: str) -> str:
+    """Words about the key that may have been meant: one of that name in another section, or one with a like name."""
+    section, _, name = path.rpartition(".")
+    known = dict.fromkeys((*ROWS, *SECTIONS))
+    elsewhere = [p for p in known if p.rpartition(".")[2] == name]
+    if 0 < len(elsewhere) <= _ELSEWHERE:
+        return f": it belongs at {' or '.join(elsewhere)}"
+    if near := difflib.get_close_matches(name, _keys(section), n=1, cutoff=0.6):
+        return f": did you mean {near[0]!r}?"
+    by_name = {p.rpartition(".")[2]: p for p in known}
+    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
+    return f": did you mean {by_name[near[0]]}?" if near else ""
+
+
+def wrong(kind: str | tuple[Any, ...], value: Any) -> str | None:
+    """What a value of this kind must be, if it is not; None if it is."""
+    if not isinstance(kind, str):
+        right = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in kind)
+        return None if right else f"must be one of {', '.join(json.dumps(x) for x in kind)}"
+    if kind == "any" or (kind.endswith("?") and value is None):
+        return None
+    must, test = _KINDS[kind.rstrip("?~")]
+    return None if test(value) else f"must be {must}{' without quotes' if _quoted(test, value) else ''}"
+
+
+def _quoted(test: Any, value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return test(json.loads(value.lower()))
+    except ValueError:
+        return False
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_whole(x: Any) -> bool:
+    return _is_number(x) and x == int(x)
+
+
+def _is_texts(x: Any) -> bool:
+    return isinstance(x, str) or (isinstance(x, list) and all(isinstance(y, str) for y in x))
+
+
+DTYPES = {
+    name: text
+    for text, long in {"fp32": "float32 float", "bf16": "bfloat16", "fp16": "float16 half"}.items()
+    for name in (text, *long.split(), f"torch.{long.split()[0]}")
+}
+"""What DeepSpeed calls a dtype, and what fzero does."""
+
+_KINDS: dict[str, tuple[str, Any]] = {
+    "flag": ("true or false", lambda x: isinstance(x, bool)),
+    "count": ("a whole number of at least 0", lambda x: _is_whole(x) and x >= 0),
+    "integer": ("a whole number", _is_whole),
+    "number": ("a number", _is_number),
+    "fraction": ("a number from 0 to 1", lambda x: _is_number(x) and 0 <= x <= 1),
+    "pair": ("two numbers", lambda x: isinstance(x, list) and len(x) == 2 and all(map(_is_number, x))),
+    "text": ("a text", lambda x: isinstance(x, str)),
+    "texts": ("a list of texts", _is_texts),
+    "dtype": (f"one of {', '.join(DTYPES)}", lambda x: isinstance(x, str) and x in DTYPES),
+}
