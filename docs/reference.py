@@ -24,6 +24,7 @@ ROOMS = {
     "fz.tree": ("fzero.tree", "Pytrees"),
     "fz.checkpoint": ("fzero.checkpoint", "Checkpoints"),
     "fz.testing": ("fzero.testing", "Checks"),
+    "fz.deepspeed": ("fzero.deepspeed", "DeepSpeed's configuration"),
     "fz.errors": ("fzero.errors", "Errors"),
 }
 """The modules with public names, as users write them."""

@@ -89,16 +89,8 @@ def main() -> None:
         "timers.throughput": DeepSpeedThroughputTimerConfig,
         "weight_quantization": WeightQuantConfig,
     }
-    plain = [
-        "activation_checkpointing",
-        "aio",
-        "torch_autocast",
-        "flops_profiler",
-        "autotuning",
-        "expert_parallel",
-        "data_efficiency",
-    ]
-    plain += ["data_types", "pipeline", "tensorboard", "wandb", "csv_monitor", "comet"]
+    plain = ["activation_checkpointing", "aio", "torch_autocast", "flops_profiler", "autotuning", "expert_parallel"]
+    plain += ["data_efficiency", "data_types", "pipeline", "tensorboard", "wandb", "csv_monitor", "comet"]
     given = {name: {} for name in plain} | {"train_batch_size": 1, "timers": {"throughput": {}}}
     given["checkpoint"] = {"writer": {}, "parallel_write": {}}
     given["optimizer"] = {"type": "Adam", "params": {}}
@@ -135,7 +127,7 @@ def main() -> None:
                 "schedules": {kind.__name__: arguments(kind) for kind in schedules},
                 "rates": [rates(lr_schedules, *case) for case in json.loads(sys.argv[1])],
             }
-        )  # fmt: skip
+        )
     )
 
 

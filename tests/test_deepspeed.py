@@ -565,6 +565,34 @@ def test_as_by_hand_on_two_ranks(run_ranks: Any, stage: int) -> None:
     assert run_ranks(2, numbers, stage, "bf16", stage > 1) == [True, True]
 
 
+def test_initialize(capsys: Any) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    config = with_("zero_optimization.stage", 3, with_("gradient_accumulation_steps", 2))
+    x = torch.randn(8, 4)
+    model = fz.functionalize(net)
+    out = []
+    for given in (net, model, None):
+        loss = (lambda out, batch: out.square().mean()) if given is not None else _plain(model)
+        train = fz.deepspeed.initialize(model=given, config=config, loss=loss, backend="eager")
+        assert capsys.readouterr().err.startswith("a dict, DeepSpeed's configuration\nkey ")
+        state = train.init(model.params, fz.random.key(0))
+        state, _ = train(state, (x,) if given is not None else x)
+        out.append(train.gather(state).params)
+    assert all(map(torch.equal, tree.leaves(out[0]), tree.leaves(out[1])))
+    assert all(map(torch.equal, tree.leaves(out[0]), tree.leaves(out[2])))
+    loaded = load(config)
+    fz.deepspeed.initialize(model=net, config=loaded, loss=lambda out, batch: out.mean(), report=False, backend="eager")
+    assert capsys.readouterr().err == ""
+    for wrong_model in ({"model": 3}, {}):
+        with pytest.raises(FzeroTypeError, match=r"deepspeed\.initialize"):
+            fz.deepspeed.initialize(config=config, **wrong_model)
+
+
+def _plain(model: Any) -> Any:
+    return lambda params, x: model.apply(params, x).square().mean()
+
+
 def test_it_is_not_imported() -> None:
     code = "import sys, fzero; fzero.deepspeed.load_config; assert 'deepspeed' not in sys.modules, 'deepspeed'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

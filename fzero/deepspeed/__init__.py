@@ -7,6 +7,7 @@ print(config.report())
 
 from fzero.deepspeed.arguments import from_arguments
 from fzero.deepspeed.config import Config, load_config
+from fzero.deepspeed.initialize import initialize
 from fzero.deepspeed.reading import Decision
 
-__all__ = ["Config", "Decision", "from_arguments", "load_config"]
+__all__ = ["Config", "Decision", "from_arguments", "initialize", "load_config"]

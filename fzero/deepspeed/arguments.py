@@ -13,7 +13,7 @@ _NEEDED = (
 
 
 def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
-    """What `load_config(auto=...)` takes, of the TrainingArguments of Hugging Face's Trainer.
+    """Makes what `load_config(auto=...)` takes of the TrainingArguments of Hugging Face's Trainer.
 
     The keys are those that the Trainer fills in where they are "auto" and compares where they are not. Three more, the
     sizes of buckets that it makes of a model's width, have no meaning here, and may stay "auto".

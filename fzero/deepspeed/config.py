@@ -65,7 +65,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Config:
-    """What a configuration of DeepSpeed's means here. Called with a step it is all of its transforms.
+    """A configuration of DeepSpeed's as it is carried out here. Called with a step it is all of its transforms.
 
     Attributes:
         transforms: the specs that it asks for, each as one would write it.
@@ -340,7 +340,7 @@ def _activations(found: Settings) -> list[Transform]:
 
 
 def _made(found: Settings, where: str, make: Callable[[], Any]) -> list[Any]:
-    """What `make` makes, if its arguments are right; else its problems are the configuration's."""
+    """The result of `make`, if its arguments are right; else its problems are the configuration's."""
     try:
         return [make()]
     except FzeroError as error:

@@ -13,6 +13,7 @@ from fzero import optim
 from fzero.deepspeed.reading import Settings
 from fzero.errors import FzeroError
 from fzero.optim import GradientTransformation, Schedule
+from fzero.optim.base import is_transformation
 
 _ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
 _TORCH = "lr weight_decay maximize foreach fused differentiable"
@@ -84,16 +85,19 @@ def _given(settings: Settings, given: Any, schedule: Schedule | None) -> tuple[G
     """The caller's own optimizer. DeepSpeed takes it in place of the section, too."""
     if "optimizer.type" in settings.values:
         settings.note("optimizer.type", "the caller's optimizer takes its place")
-    made = callable(given) and not isinstance(given, tuple)
-    if schedule is not None and not made:
+    if schedule is not None and is_transformation(given):
         settings.refuse("scheduler.type", "the caller's optimizer has its own: load_config(optimizer=lambda lr: ...)")
         return None
-    return (given(schedule) if made else given), "the caller's"
+    made: Any = given if is_transformation(given) or not callable(given) else given(schedule)
+    if not is_transformation(made):
+        settings.problems.append(f"optimizer: {type(made).__name__} is not an optimizer: {_CLIENT}")
+        return None
+    return made, "the caller's"
 
 
 def _own(settings: Settings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str] | None:
-    kind = settings.get("optimizer.type")
-    if kind is None:
+    kind: str = settings.get("optimizer.type", "")
+    if not kind:
         settings.problems.append(f"optimizer: none is said; add the section, or {_CLIENT}")
         return None
     names = {name.lower(): name for name in (*PARAMS, *REFUSED)}

@@ -196,7 +196,7 @@ def _nearest(path: str) -> str:
 
 
 def wrong(kind: str | tuple[Any, ...], value: Any) -> str | None:
-    """What a value of this kind must be, if it is not; None if it is."""
+    """Says what a value of this kind must be, if it is not; None if it is."""
     if not isinstance(kind, str):
         right = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in kind)
         return None if right else f"must be one of {', '.join(json.dumps(x) for x in kind)}"

@@ -1,0 +1,81 @@
+"""Compiles a module by DeepSpeed's configuration, in place of `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fzero.deepspeed.config import Config, load_config
+from fzero.deepspeed.optimizer import Given
+from fzero.errors import FzeroTypeError, message
+from fzero.mesh import Mesh, make_mesh
+from fzero.modules.functionalize import functionalize
+from fzero.runtime.compile import compile
+from fzero.runtime.training import CompiledStep
+
+
+def initialize(
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    model: Any = None,
+    loss: Callable[..., Any] | None = None,
+    auto: Mapping[str, Any] | None = None,
+    optimizer: Given = None,
+    mesh: Mesh | None = None,
+    report: bool = True,
+    **settings: Any,
+) -> CompiledStep:
+    """A step of a module by DeepSpeed's configuration, ready to run: `fz.compile(config(model.train_step(...)), mesh)`.
+
+    A step is one call, `state, metrics = train(state, batch)`, where DeepSpeed has `engine(batch)`, `engine.backward`
+    and `engine.step`, each for a micro-batch: a batch is of the rows of all of a rank's micro-batches.
+
+    Args:
+        config: what `load_config` takes, or what it returned.
+        model: a module, or `fz.functionalize(module)`, whose `params` `train.init` takes. None: `loss` is a loss
+            function, `(params, batch)`.
+        loss: `(outputs, batch) -> loss` of a module; None: its own loss, of a Hugging Face model.
+        auto: as for `load_config`.
+        optimizer: as for `load_config`.
+        mesh: by default of all processes that torchrun started, `make_mesh()`; its ranks divide the batch.
+        report: whether the first rank prints the table of every key, to stderr.
+        settings: of `fz.compile`: `memory_budget`, `backend`, ...
+
+    Raises:
+        FzeroValueError: as `load_config` and `fz.compile`.
+        FzeroTypeError: a model that is neither, or none and no loss.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> given = {"train_batch_size": 6, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+        >>> mean = lambda out, batch: out.square().mean()
+        >>> train = initialize(model=net, config=given, loss=mean, report=False, backend="eager")
+        >>> state = train.init(fz.functionalize(net).params)
+        >>> state, metrics = train(state, (torch.ones(6, 4),))
+        >>> int(state.step)
+        1
+    """
+    where = "deepspeed.initialize"
+    if model is None and not callable(loss):
+        fix = "give model=module, or a loss function of parameters and batch"
+        raise FzeroTypeError(message(where, "there is neither a model nor a loss", fix=fix))
+    if not (model is None or isinstance(model, nn.Module) or hasattr(model, "train_step")):
+        what = f"a model is a module, or fz.functionalize(module), not {type(model).__name__}"
+        raise FzeroTypeError(message(where, what, fix="without a module: initialize(loss=loss_fn, config=...)"))
+    mesh = make_mesh() if mesh is None else mesh
+    found = config if isinstance(config, Config) else None
+    if found is None:
+        found = load_config(config, auto=auto, world=mesh.size, optimizer=optimizer)  # pyright: ignore[reportArgumentType]
+    if model is None:
+        step = found.train_step(loss)  # pyright: ignore[reportArgumentType]  # it is there, or has been refused
+    else:
+        model = functionalize(model) if isinstance(model, nn.Module) else model
+        step = found(model.train_step(found.optimizer, loss))
+    if report and mesh.rank == 0:
+        print(found.report(), file=sys.stderr, flush=True)
+    return compile(step, mesh, **settings)
