@@ -25,7 +25,15 @@ _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key
 
 @dataclass(frozen=True)
 class Decision:
-    """A key, its value as it is given ("" for one that is omitted), the answer to it, and why."""
+    """A key, its value as it is given ("" for one that is omitted), the answer to it, and why.
+
+    Example:
+        >>> import fzero as fz
+        >>> given = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "steps_per_print": 10}
+        >>> found = fz.deepspeed.load_config(given).decisions[2]
+        >>> found.path, found.value, found.answer
+        ('steps_per_print', '10', 'note')
+    """
 
     path: str
     value: str
