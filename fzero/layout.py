@@ -9,6 +9,10 @@ so on. What is gathered over the last axis is then a shard over those before it,
 are cut from the same padded whole: the *grid* is the axes of the finest cut that a leaf has anywhere (of its optimizer
 state), which begin with its own, and padding is for the grid.
 
+[Note: dims] The first of those axes may each cut the leaf along a dim instead (`Layout.dims`, fzero/boxes.py): what is
+left is a part of the leaf, row-major, and the other axes cut that flat. So where all of them cut along dims it rests
+1-D too. Parts are equal: a dim that does not divide is refused.
+
 [Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that
 no *block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same
 numbers on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
@@ -20,6 +24,7 @@ an evaluation run, from the state alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.boxes import Along, Boxes, Dim, part_shape, uneven
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.mesh import AbstractMesh, Mesh
 
@@ -40,17 +46,20 @@ GRADIENTS = "extras['gradients']"
 @dataclass(frozen=True)
 class Layout:
     """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`),
-    the dtype it is stored in, and the axes that it is padded for where they are more than its own ([Note: several
-    axes])."""
+    the dtype it is stored in, the axes that it is padded for where they are more than its own ([Note: several axes]),
+    and how the first of its axes cut it along dims ([Note: dims])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     tier: str = "device"
     grid: tuple[str, ...] = ()
+    dims: tuple[Dim, ...] = ()
 
     def __post_init__(self) -> None:
         if self.grid:
             object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
+        if self.dims:
+            object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
 
 class Storage(Protocol):
@@ -112,22 +121,20 @@ class Leaf:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def num_shards(self, mesh: AbstractMesh) -> int:
-        return math.prod(mesh.axes[a] for a in self.layout.axes)
+    def cut(self, mesh: AbstractMesh) -> Cut:
+        """Its cut on a mesh; if it rests whole, into one."""
+        return cut_over(mesh, self.layout.axes, self.layout.grid, self.layout.dims)
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
-        return shard_numel(self.shape, self.num_shards(mesh), mesh.axis_size(self.layout.grid))
+        return self.cut(mesh).numel(self.shape)
 
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes else self.shape
 
-    def valid_range(self, mesh: Mesh) -> tuple[int, int]:
-        """Half-open range of the flattened whole leaf that this rank holds, without padding."""
-        if not self.layout.axes:
-            return 0, self.numel
-        size, index = self.shard_numel(mesh), mesh.index(self.layout.axes)
-        return min(size * index, self.numel), min(size * (index + 1), self.numel)
+    def boxes(self, mesh: Mesh) -> Boxes:
+        """The elements that this rank holds, without padding."""
+        return self.cut(mesh).boxes(self.shape, mesh.index(self.layout.axes))
 
     @property
     def master(self) -> str:
@@ -151,16 +158,62 @@ def granule(shape: Sequence[int]) -> int:
 
 
 class Cut(NamedTuple):
-    """The cut of leaves into flat shards: over which axes, into how many, and for how many they are padded, if those
-    are more."""
+    """The cut of leaves into shards: over which axes, into how many, for how many they are padded, if those are more,
+    and the cuts along dims that come first."""
 
     axes: tuple[str, ...]
     size: int
     grid: int = 1
+    along: tuple[Along, ...] = ()
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the cuts along dims make, each of which is cut flat."""
+        return math.prod(a.size for a in self.along)
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        return tuple(Dim(a.dim, a.groups) for a in self.along)
+
+    def __str__(self) -> str:
+        return over_axes(self.axes, self.dims)
 
     def numel(self, shape: Sequence[int]) -> int:
         """Elements of each shard of a leaf of this shape, with padding."""
-        return shard_numel(shape, self.size, self.grid)
+        n = self.num_parts
+        return shard_numel(part_shape(shape, self.along), self.size // n, self.grid // n)
+
+    def boxes(self, shape: Sequence[int], index: int) -> Boxes:
+        """The elements of one of the shards of a leaf of this shape, without padding."""
+        place, number = divmod(index, self.size // self.num_parts)
+        numel, stop = self.numel(shape), math.prod(part_shape(shape, self.along))
+        return Boxes(tuple(shape), self.along, place, min(numel * number, stop), min(numel * (number + 1), stop))
+
+
+def cut_over(mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Cut:
+    """The cut of a layout, or of a placement, on a mesh."""
+    along = tuple(Along(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
+    return Cut(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
+
+
+def over_axes(axes: Sequence[str], dims: Sequence[Dim]) -> str:
+    """Axes as text, those of the first that cut along a dim with it."""
+    said = [f" along {d.dim}" + (f" in {d.groups} groups" if d.groups > 1 else "") for d in dims]
+    return ", ".join(axis + how for axis, how in itertools.zip_longest(axes, said, fillvalue=""))
+
+
+def check_dims(owner: str, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
+    """Raises naming every leaf that cannot be cut along dims as its layout says."""
+    problems = []
+    for leaf in leaves:
+        missing = [a for a in leaf.layout.axes if a not in mesh.axes]
+        if missing:
+            problems.append(f"{leaf}: the mesh has no axis {missing[0]!r}, it has {mesh}")
+        elif why := uneven(leaf.shape, leaf.cut(mesh).along):
+            problems.append(f"{leaf}: {why}")
+    if problems:
+        fix = "cut these leaves along another dim, or keep them whole; or give the dim a size that divides"
+        raise FzeroValueError(message(owner, "cannot cut leaves along a dim", problems, fix))
 
 
 def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
@@ -179,7 +232,7 @@ def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
         (5, 6)
     """
     numel, unit, finest = math.prod(shape), granule(shape), max(size, grid)
-    return numel if size == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
+    return numel if finest == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
 
 
 SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
@@ -222,9 +275,9 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     whole = whole.detach().to(dtype=leaf.dtype, device=mesh.device)
     if not leaf.layout.axes:
         return whole.clone(memory_format=torch.contiguous_format)
-    start, stop = leaf.valid_range(mesh)
+    boxes = leaf.boxes(mesh)
     out = torch.zeros(leaf.shard_numel(mesh), dtype=leaf.dtype, device=mesh.device)
-    out[: stop - start] = whole.reshape(-1)[start:stop]
+    out[: boxes.numel] = boxes.take(whole)
     return out
 
 

@@ -45,20 +45,21 @@ def test_unshard_inverts_shard(shape, mesh_axes, axes, dtype, seed):
     for mesh, part in zip(meshes, shards, strict=True):
         assert tuple(part.shape) == leaf.resting_shape(mesh) and part.dtype == dtype and part.is_contiguous()
         assert part.numel() == leaf.shard_numel(mesh)
-        start, stop = leaf.valid_range(mesh)
-        assert torch.equal(part.reshape(-1)[: stop - start], whole.reshape(-1)[start:stop])
-        assert not part.reshape(-1)[stop - start :].any(), "the padding is zero"
+        boxes = leaf.boxes(mesh)
+        assert torch.equal(part.reshape(-1)[: boxes.numel], whole.reshape(-1)[boxes.start : boxes.stop])
+        assert not part.reshape(-1)[boxes.numel :].any(), "the padding is zero"
 
 
 @given(_shapes, _meshes, _axes)
-def test_the_valid_ranges_cut_the_leaf_without_gap_or_overlap(shape, mesh_axes, axes):
+def test_the_boxes_cut_the_leaf_without_gap_or_overlap(shape, mesh_axes, axes):
     axes = tuple(a for a in axes if a in mesh_axes)
     leaf, meshes = Leaf("w", "params", shape, Layout(torch.float32, axes)), _ranks(mesh_axes)
-    ranges = sorted({leaf.valid_range(mesh) for mesh in meshes})
+    ranges = sorted({(boxes.start, boxes.stop) for boxes in map(leaf.boxes, meshes)})
     assert ranges[0][0] == 0 and ranges[-1][1] == leaf.numel
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
-    padding = leaf.shard_numel(meshes[0]) * leaf.num_shards(meshes[0]) - leaf.numel
-    assert 0 <= padding < leaf.num_shards(meshes[0]), "padded to the next multiple, no further"
+    size = leaf.cut(meshes[0]).size
+    padding = leaf.shard_numel(meshes[0]) * size - leaf.numel
+    assert 0 <= padding < size, "padded to the next multiple, no further"
 
 
 def test_ranks_of_another_axis_hold_the_same_shard():

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from cuts import cut_dims
 
 import fzero as fz
 from fzero import optim
+from fzero.boxes import Dim
 from fzero.errors import VerifyError
 from fzero.program.attrs import Attrs, BlockCall, JoinAttrs, required
 from fzero.program.ir import Line, Placement, Program
@@ -58,6 +60,16 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     "two_axes_once": (
         fz.compose(fz.shard_params(axis=("data", "node")), fz.once_a_step(), fz.mixed_precision("bf16")),
         fz.AbstractMesh(node=2, data=2),
+    ),
+    "cut_dims": (
+        fz.compose(cut_dims("model", w=Dim(1, 2), b=Dim(0)), fz.shard_opt_state(), fz.data_parallel(axis="model")),
+        fz.AbstractMesh(data=2, model=2),
+    ),
+    "cut_twice": (
+        fz.compose(
+            cut_dims("model", w=Dim(1)), cut_dims("data", w=Dim(0), b=Dim(0)), fz.shard_params(axis=("data", "model"))
+        ),
+        fz.AbstractMesh(data=2, model=2),
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "offload_nvme": (
@@ -151,6 +163,12 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
                 placement = replace(v.placement, grid=grid)
                 out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
                 yield f"result {i} padded for {how}", (replace(line, out=out),)
+        if v.placement.dims:
+            *before, (dim, groups) = v.placement.dims
+            for how, dims in {"no dim": before, "another dim": [*before, Dim(1 - dim, groups)]}.items():
+                placement = replace(v.placement, dims=tuple(dims))
+                out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
+                yield f"result {i} cut along {how}", (replace(line, out=out),)
         for what, x in changes.items():
             yield (
                 f"result {i} of another {what}",

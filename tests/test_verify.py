@@ -13,7 +13,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
-from fzero.program.attrs import CastAttrs, GatherAttrs, Over, ReduceAttrs
+from fzero.program.attrs import CastAttrs, CutAttrs, GatherAttrs, ReduceAttrs
 from fzero.program.ir import MOVING, Line, Placement, Program, Value
 from fzero.program.verify import verify
 
@@ -375,7 +375,7 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
 
 def test_take_shard_of_a_shard(stage3: Program) -> None:
     leaf = stage3.values()["params['scale']"]
-    take = Line("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=Over(axes=("data",)))
+    take = Line("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=CutAttrs(axes=("data",)))
     rejects(with_lines(stage3, take, *stage3.lines), "take_shard  -> s", "takes a shard of float32[4] shard(data)")
 
 

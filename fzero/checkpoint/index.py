@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
 from fzero.checkpoint.directory import GIVE, INDEX, locate
 from fzero.checkpoint.format import CHUNK, CODES
@@ -26,7 +27,8 @@ from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
 
 FORMAT = "fzero-checkpoint"
-VERSION = 1
+VERSION = 2
+"""Of indexes that this package reads. One of leaves that are not cut along dims is written as 1."""
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -36,12 +38,11 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in CODES}
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `stop` of a flattened leaf: tensor `key` of `file`, whose bytes begin at `offset`."""
+    """These elements of a leaf: tensor `key` of `file`, whose bytes begin at `offset`."""
 
     file: str
     key: str
-    start: int
-    stop: int
+    boxes: Boxes
     offset: int
 
 
@@ -282,7 +283,8 @@ def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
 
 def dump(content: dict[str, Any]) -> bytes:
     """The text of an index: sealed, one line per leaf and file so that it can be searched."""
-    content = {"format": FORMAT, "version": VERSION, "sha256": "", "chunk": CHUNK, **content}
+    cut = any("along" in part for leaf in content["leaves"].values() for part in leaf["parts"])
+    content = {"format": FORMAT, "version": 2 if cut else 1, "sha256": "", "chunk": CHUNK, **content}
     content["sha256"] = _digest(content)
     lines = []
     for key, value in content.items():
@@ -308,9 +310,7 @@ def to_json(
         name: {
             "shape": list(leaves[name][0]),
             "dtype": str(leaves[name][1]).removeprefix("torch."),
-            "parts": [
-                {"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "offset": p.offset} for p in pieces
-            ],
+            "parts": [_part_json(p) for p in pieces],
         }
         for name, pieces in parts.items()
     }
@@ -324,6 +324,14 @@ def to_json(
     }
 
 
+def _part_json(p: Part) -> dict[str, Any]:
+    """Elements `start` to `stop` of the flattened leaf, or, where it is cut along dims, of its part `place`."""
+    cut = {"along": [[*a] for a in p.boxes.along], "place": p.boxes.place} if p.boxes.along else {}
+    return {
+        "file": p.file, "key": p.key, **cut, "start": p.boxes.start, "stop": p.boxes.stop, "offset": p.offset
+    }  # fmt: skip
+
+
 def _digest(content: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in content.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -332,7 +340,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
     stored = content["leaves"]
     shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
-    parts = {name: tuple(_part(p) for p in leaf["parts"]) for name, leaf in stored.items()}
+    parts = {name: tuple(_part(p, shapes[name][0]) for p in leaf["parts"]) for name, leaf in stored.items()}
     files = {
         name: File(_count(f["bytes"]), _text(f["sha256"]), _text(f["crc32"])) for name, f in content["files"].items()
     }
@@ -356,8 +364,10 @@ def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
     )
 
 
-def _part(p: Mapping[str, Any]) -> Part:
-    return Part(_text(p["file"]), _text(p["key"]), _count(p["start"]), _count(p["stop"]), _count(p["offset"]))
+def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> Part:
+    along = tuple(Along(*map(_count, a)) for a in p.get("along", ()))
+    boxes = Boxes(shape, along, _count(p.get("place", 0)), _count(p["start"]), _count(p["stop"]))
+    return Part(_text(p["file"]), _text(p["key"]), boxes, _count(p["offset"]))
 
 
 def _inconsistent(index: Index) -> list[str]:
@@ -373,15 +383,19 @@ def _inconsistent(index: Index) -> list[str]:
             out.append(f"{INDEX}: {len(file.crc32) // 8} checksums for the {file.bytes} bytes of {name}")
     for name, parts in index.parts.items():
         shape, dtype = index.leaves[name]
-        at = 0
+        along = parts[0].boxes.along if parts else ()
+        if any(p.boxes.along != along for p in parts) or min([1, *map(min, along)]) < 0 or uneven(shape, along):
+            out.append(f"{INDEX}: the parts of {name} are cut along dims that it does not have, or differently")
+            continue
+        at, numel = 0, math.prod(part_shape(shape, along))
         for p in parts:
             if p.file not in index.files:
                 out.append(f"{INDEX}: {name} is in {p.file!r}, which is not among its files")
-            elif p.offset + (p.stop - p.start) * dtype.itemsize > index.files[p.file].bytes:
+            elif p.offset + p.boxes.numel * dtype.itemsize > index.files[p.file].bytes:
                 out.append(f"{INDEX}: {name} ends beyond the end of {p.file}")
-            if p.start != at or p.stop <= p.start:
+            if p.boxes.place * numel + p.boxes.start != at or not p.boxes.start < p.boxes.stop <= numel:
                 break
-            at = p.stop
+            at += p.boxes.numel
         if at != math.prod(shape):
             out.append(f"{INDEX}: the parts of {name} do not make up its {math.prod(shape)} elements")
     return out

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from fzero import boxes
+from fzero.boxes import Boxes
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, agreed, describe, differences, mismatch
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
@@ -136,13 +138,19 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
         CheckpointError: a damaged chunk.
     """
     name = index.aliases.get(name, name)
-    itemsize = index.leaves[name][1].itemsize
-    for part in index.parts[name]:
-        with format.Ranges(index.directory / part.file, index.files[part.file].crc32) as ranges:
-            for block in ranges.blocks(part.offset, (part.stop - part.start) * itemsize):
-                if ranges.bad:
-                    raise damaged(index, [_bad_chunk(index, part.file, c) for c in sorted(ranges.bad)])
-                yield block
+    shape, dtype = index.leaves[name]
+    leaf, size = boxes.whole(shape), format.BLOCK // dtype.itemsize
+    out = torch.empty(min(size, leaf.numel) * dtype.itemsize, dtype=torch.uint8)
+    with ThreadPoolExecutor(1, thread_name_prefix="fzero-checkpoint") as pool:
+        reading = _Reading(index, pool)
+        for at in range(0, leaf.numel, size):
+            wanted = leaf.within(at, at + size)
+            block, jobs = out[: wanted.numel * dtype.itemsize], defaultdict[str, list[_Piece]](list)
+            _cut(index, name, wanted, block, jobs)
+            reading.run(jobs)
+            if problems := reading.faults(all_leaves=True):
+                raise damaged(index, problems)
+            yield block
 
 
 def _read_as(
@@ -182,13 +190,8 @@ def _read(
         what = f"the checkpoint {index.directory} ties other leaves than this state"
         raise CheckpointError(message("checkpoint.read", what, problems, "build the state without that tie"))
     todo = [name for name in wanted if tied[name] == name]
-    spans = {name: wanted[name].valid_range(mesh) for name in todo}
-    touched = {
-        p.file
-        for name in todo
-        for p in index.parts[stored[name]]
-        if p.start < spans[name][1] and spans[name][0] < p.stop
-    }
+    held = {name: wanted[name].boxes(mesh) for name in todo}
+    touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
     if problems := missing(index, sorted(touched)):
         raise damaged(index, problems)
     on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
@@ -224,7 +227,7 @@ def _read(
                     if given is None
                     else given.zero_()
                 )
-                _cut(index, stored[name], spans[name], format.as_bytes(out[name]), jobs)
+                _cut(index, stored[name], held[name], format.as_bytes(out[name]), jobs)
             reading.run(jobs)
             for name in group:
                 leaf, value = wanted[name], out[name].to(wanted[name].dtype)
@@ -235,7 +238,7 @@ def _read(
                 )
         for name in on_disk:
             out[name] = into[wanted[name].path]
-            reading.to_disk(stored[name], spans[name], out[name])
+            reading.to_disk(stored[name], held[name], out[name])
     if problems := reading.faults():
         raise damaged(index, problems)
     return {name: out[tied[name]] for name in wanted}
@@ -260,32 +263,34 @@ class _Reading:
             for chunk, leaf in chunks:
                 self._bad.setdefault((file, chunk), {})[leaf] = None
 
-    def to_disk(self, name: str, span: tuple[int, int], out: torch.Tensor) -> None:
-        """Elements `span` of a leaf, and zeros behind them, as the value of a tensor on disk."""
+    def to_disk(self, name: str, held: Boxes, out: torch.Tensor) -> None:
+        """These elements of a leaf, and zeros behind them, as the value of a tensor on disk."""
         dtype = self._index.leaves[name][1]
         size = _WINDOW // max(dtype.itemsize, out.dtype.itemsize)
         with disk.write_pieces(out) as write:
-            for start in range(*span, size):
-                part, jobs = torch.empty(min(size, span[1] - start), dtype=dtype), defaultdict[str, list[_Piece]](list)
-                _cut(self._index, name, (start, start + part.numel()), format.as_bytes(part), jobs)
+            for start in range(0, held.numel, size):
+                wanted, jobs = held.within(start, start + size), defaultdict[str, list[_Piece]](list)
+                part = torch.empty(wanted.numel, dtype=dtype)
+                _cut(self._index, name, wanted, format.as_bytes(part), jobs)
                 self.run(jobs, _WINDOW // _THREADS)
                 write(part.to(out.dtype))
-            write(torch.zeros(out.numel() - (span[1] - span[0]), dtype=out.dtype))
+            write(torch.zeros(out.numel() - held.numel, dtype=out.dtype))
 
-    def faults(self) -> list[str]:
+    def faults(self, all_leaves: bool = False) -> list[str]:
+        """A line for each chunk, with the leaves that were read there, or all that are."""
         return self._problems + [
-            _bad_chunk(self._index, file, chunk, list(leaves)) for (file, chunk), leaves in sorted(self._bad.items())
+            _bad_chunk(self._index, file, chunk, None if all_leaves else list(leaves))
+            for (file, chunk), leaves in sorted(self._bad.items())
         ]
 
 
-def _cut(index: Index, name: str, span: tuple[int, int], out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
-    """Adds the pieces that make up elements `span` of a leaf, `out` being their bytes."""
+def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
+    """Adds the pieces that make up these elements of a leaf, `out` being their bytes."""
     itemsize = index.leaves[name][1].itemsize
     for part in index.parts[name]:
-        start, stop = max(part.start, span[0]), min(part.stop, span[1])
-        if start < stop:
-            piece = out[(start - span[0]) * itemsize : (stop - span[0]) * itemsize]
-            jobs[part.file].append(_Piece(part.offset + (start - part.start) * itemsize, piece, name))
+        for here, there, numel in wanted.runs(part.boxes):
+            piece = out[here * itemsize : (here + numel) * itemsize]
+            jobs[part.file].append(_Piece(part.offset + there * itemsize, piece, name))
 
 
 def _batches(pieces: list[_Piece], nbytes: int) -> Iterable[list[_Piece]]:
@@ -345,9 +350,7 @@ def _held(index: Index, file: str, start: int, stop: int) -> str:
         name
         for name, parts in index.parts.items()
         if any(
-            p.file == file
-            and p.offset < stop
-            and start < p.offset + (p.stop - p.start) * index.leaves[name][1].itemsize
+            p.file == file and p.offset < stop and start < p.offset + p.boxes.numel * index.leaves[name][1].itemsize
             for p in parts
         )
     ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import format, skeleton
 from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, as_path, complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
@@ -30,22 +32,22 @@ from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message
-from fzero.layout import extent_of, leaf_of
+from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.step import lasting
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a save: `parts[name]` are the `(rank, start, stop)` that make up the leaf. Alike on all ranks but for
-    `tensors`."""
+    """The plan of a save: `parts[name]` are the ranks that write the leaf, and what of it each writes. Alike on all
+    ranks but for `tensors`."""
 
     step: int
     size: int
     leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     aliases: Mapping[str, str]
     skeleton: Any
-    parts: Mapping[str, tuple[tuple[int, int, int], ...]]
+    parts: Mapping[str, tuple[tuple[int, Boxes], ...]]
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     axes: Mapping[str, int] = field(default_factory=dict)  # of the mesh that leaves are sharded over
 
@@ -189,8 +191,8 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     holders: dict[tuple[str, ...], list[list[int]]] = {(): [list(range(size))]}
     loads = [0] * size
-    parts: dict[str, list[tuple[int, int, int]]] = {}
-    shared: list[tuple[int, str, int, int, list[int]]] = []
+    parts: dict[str, list[tuple[int, Boxes]]] = {}
+    shared: list[tuple[int, str, Boxes, list[int]]] = []
     for name, tensor in tensors.items():
         if name in aliases:
             leaves[name] = leaves[aliases[name]]
@@ -204,25 +206,26 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
         if axes not in holders:
             assert tag is not None
             holders[axes] = _holders(tag[1], axes)
-        numel, shard = torch.Size(shape).numel(), tensor.numel()
+        cut = Cut((), 1) if tag is None else tag[0].cut(tag[1])
         for index, ranks in enumerate(holders[axes]):
-            start, stop = min(index * shard, numel), min((index + 1) * shard, numel)
-            if start == stop:
+            boxes = cut.boxes(shape, index)
+            nbytes = boxes.numel * tensor.dtype.itemsize
+            if not nbytes:
                 continue
             if len(ranks) > 1:
-                shared.append(((stop - start) * tensor.dtype.itemsize, name, start, stop, ranks))
+                shared.append((nbytes, name, boxes, ranks))
             else:
-                parts[name].append((ranks[0], start, stop))
-                loads[ranks[0]] += (stop - start) * tensor.dtype.itemsize
+                parts[name].append((ranks[0], boxes))
+                loads[ranks[0]] += nbytes
     if problems:
         fix = "save the State that train_step or compile returned"
         raise CheckpointError(
             message("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
         )
-    for nbytes, name, start, stop, ranks in sorted(shared, key=lambda x: -x[0]):
+    for nbytes, name, boxes, ranks in sorted(shared, key=lambda x: -x[0]):
         writer = min(ranks, key=lambda r: loads[r])
         loads[writer] += nbytes
-        parts[name].append((writer, start, stop))
+        parts[name].append((writer, boxes))
     axes = next((tag[1].axes for x in tensors.values() if (tag := leaf_of(x)) is not None), {})
     return Plan(
         step,
@@ -230,7 +233,7 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
         leaves,
         aliases,
         tree,
-        {name: tuple(sorted(p, key=lambda x: x[1])) for name, p in parts.items()},
+        {name: tuple(sorted(p, key=lambda x: (x[1].place, x[1].start))) for name, p in parts.items()},
         tensors,
         axes,
     )
@@ -266,16 +269,15 @@ def prepare(root: Path, temporary: Path) -> None:
 
 def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
     """Writes this rank's parts, and a note of what was written for `commit`."""
-    mine = {name: (start, stop) for name, parts in plan.parts.items() for r, start, stop in parts if r == rank}
+    mine = {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
     def entry(name: str) -> format.Entry:
-        (shape, dtype), (start, stop) = plan.leaves[name], mine[name]
-        return format.Entry(name, dtype, shape if stop - start == torch.Size(shape).numel() else (stop - start,))
+        boxes = mine[name]
+        shape = part_shape(boxes.shape, boxes.along)
+        return format.Entry(name, plan.leaves[name][1], shape if boxes.numel == math.prod(shape) else (boxes.numel,))
 
     def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
-        start, stop = mine[entry.name]
-        # less the padding, which is at the end
-        tensor, left = (plan.tensors[entry.name], (stop - start) * entry.dtype.itemsize)
+        tensor, left = plan.tensors[entry.name], entry.nbytes  # less the padding, which is at the end
         on_disk = extent_of(tensor) is not None
         for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
             data = format.as_bytes(piece)[:left]
@@ -296,7 +298,7 @@ def commit(
     notes = [_read_note(temporary, rank, plan.size) for rank in range(plan.size)]
     files = {file_name(rank, plan.size): File(n["bytes"], n["sha256"], n["crc32"]) for rank, n in enumerate(notes)}
     parts = {
-        name: [Part(file_name(r, plan.size), name, a, b, notes[r]["offsets"][name]) for r, a, b in ps]
+        name: [Part(file_name(r, plan.size), name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
     format.write_file(

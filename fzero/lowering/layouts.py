@@ -14,8 +14,9 @@ import torch
 
 from fzero import compat, tree
 from fzero.arguments import accepts_none
-from fzero.errors import FzeroTypeError, TransformError, message
-from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, ties, torn_ties
+from fzero.boxes import Dim
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, check_dims, over_axes, ties, torn_ties
 from fzero.lowering.slots import SLOTS
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
@@ -87,7 +88,9 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
         leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
         leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
-        leaves.append(zero.rests(leaf))
+        leaves.append(leaf if changes else _cut(leaf, step, mesh))
+    check_dims("compile", leaves, mesh)
+    leaves = [zero.rests(leaf) for leaf in leaves]
     tied = ties(flat)
     _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
@@ -98,6 +101,18 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
         tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)),
         tuple(tied),
     )
+
+
+def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
+    """A parameter cut along the dims that transforms say. Axes of one device are no axes."""
+    dims: dict[str, Dim] = {}
+    for transform in step.transforms:
+        cuts = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
+        if twice := [*dims.keys() & cuts.keys()]:
+            what = f"{leaf} is cut along a dim over axis {twice[0]!r} already"
+            raise TransformError(message(transform.name, what, fix="cut it over another axis, or by one transform"))
+        dims |= cuts
+    return leaf.with_layout(axes=tuple(dims), dims=tuple(dims.values()))
 
 
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
@@ -158,11 +173,17 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
         Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype))
         for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)
     ]
-    tiers = tiers_of(offloads(step), params.leaves, params.ties, zero.casts)
+    tiers, blocks = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), list[str]()
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
-            axes = zero.opt_state(params.leaves[mirrored])
-            leaves[i] = leaves[i].with_layout(axes=axes, tier=tiers[mirrored].opt_state)
+            param = params.leaves[mirrored]
+            layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
+            leaves[i] = leaves[i].with_layout(**layout)
+            if param.layout.dims and leaves[i].shape != param.shape:
+                blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")
+    if blocks:
+        what = "blocks of 256 elements do not stay together in leaves that are cut along a dim"
+        raise FzeroValueError(message("optimizer", what, blocks, "keep their state in 32 bits, or the leaves uncut"))
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
 
@@ -207,7 +228,8 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     for i in params.distinct:
         param = params.leaves[i]
         if trained[i] and tiers[i].gradient != "device":
-            layout = Layout(precision.reduce(param), zero.opt_state(param), tiers[i].gradient)
+            axes, dims = zero.opt_state(param), param.layout.dims
+            layout = Layout(precision.reduce(param), axes, tiers[i].gradient, dims=dims)
             out[i] = Leaf(f"{GRADIENTS}{param.path.removeprefix('params')}", "gradients", param.shape, layout)
     return out
 

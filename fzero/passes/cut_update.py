@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.layout import TIERS, Cut
+from fzero.layout import TIERS, Cut, cut_over
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
-from fzero.program.attrs import Attrs, CastAttrs, DrawAttrs, Over, ReduceAttrs, ShardOfAttrs
+from fzero.program.attrs import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
@@ -59,10 +59,8 @@ class _Cutter:
         }
 
         def cut_as(name: str) -> Cut | None:
-            placement, size = self.values[name].placement, program.mesh.axis_size
-            return (
-                Cut(placement.axes, size(placement.axes), size(placement.grid)) if placement.kind == "shard" else None
-            )
+            at = self.values[name].placement
+            return cut_over(program.mesh, at.axes, at.grid, at.dims) if at.kind == "shard" else None
 
         sharded = {
             p: Sharded(named.get(a, a), c)
@@ -315,9 +313,11 @@ class _Cutter:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source not in self.name:
             self._function("whole", [source], (), stop - {source})
-        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+        axes, dims = node.args[1:]
+        placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+        attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
         shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, Over(axes=axes), Placement("shard", axes), shape)
+        self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
 
     def _line(
         self,

@@ -210,7 +210,7 @@ def _is_update(line: Line) -> bool:
     return bool(line.fn and line.writes)
 
 
-_CARRIED = {"cast", "wait", *COPIES}
+_CARRIED = {"cast", "join_parts", "wait", *COPIES}
 """What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for
 it."""
 

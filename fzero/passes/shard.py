@@ -20,11 +20,13 @@ from dataclasses import replace
 
 import torch
 
+from fzero.boxes import Dim
 from fzero.layout import Leaf
 from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import (
     AddAttrs,
     CallAttrs,
+    CutAttrs,
     GatherAttrs,
     JoinAttrs,
     Over,
@@ -250,11 +252,18 @@ class _Rewrite:
                 placement = arrives(start, now[key].placement)
                 now[key] = replace(
                     now[key],
-                    name=self.names(f"{named(key)}_part" if placement.axes else named(key)),
+                    name=self.names(f"{named(key)}_{'parts' if placement.kind == 'parts' else 'part'}")
+                    if placement.axes
+                    else self.names(named(key)),
                     placement=placement,
                 )
                 self.placement[now[key].name] = placement
             lines += [start, Line("wait", (handle.name,), tuple(now[key] for key in here), by=self.by)]
+            for key in (key for key in here if now[key].placement.kind == "parts"):
+                parts, placement = now[key], now[key].placement.joined
+                name = self.names(f"{named(key)}_part" if placement.axes else named(key))
+                now[key], self.placement[name] = replace(parts, name=name, placement=placement), placement
+                lines.append(Line("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=self.by))
         return now, lines
 
     def _handle(self, what: str) -> Value:
@@ -329,7 +338,7 @@ class _Rewrite:
 
     def _finest(self, name: str) -> tuple[str, ...]:
         """The axes that a gradient, or the total of those of micro-batches, is cut over for the update."""
-        return self.zero.opt_state(self.program.leaves[self.param_of[name]])
+        return self.zero.opt_state(self._param_of(name))
 
     def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
         """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what
@@ -340,6 +349,10 @@ class _Rewrite:
             hop = {n: (cut[n], to[n][len(cut[n]) :][:1], self._finest(n)) for n in left}
             first, axis, grid = min(hop.values(), key=lambda h: len(h[0]))
             here = [n for n in left if hop[n] == (first, axis, grid)]
+            for n in here:
+                dims = self._param_of(n).layout.dims
+                if len(first) < len(dims):
+                    lines.append(self._split(now, n, axis, grid, dims[: len(first) + 1]))
             handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
             padded = () if first or grid == axis else grid  # of a shard its placement says it
             start = Line(
@@ -357,6 +370,20 @@ class _Rewrite:
             lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
         self.renamed.update((n, name) for n, name in now.items() if name != n)
         return lines
+
+    def _param_of(self, grad: str) -> Leaf:
+        return self.program.leaves[self.param_of[grad]]
+
+    def _split(
+        self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Dim, ...]
+    ) -> Line:
+        """Lays a gradient out in the parts that an axis cuts along a dim."""
+        source, value = self.placement[now[grad]], self.values[now[grad]]
+        placement = replace(source, kind="parts", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
+        parts = replace(value, name=self.names(f"{grad}_parts"), placement=placement)
+        line = Line("split_parts", (now[grad],), (parts,), attrs=Over(axes=axis), by=self.by)
+        now[grad], self.placement[parts.name], self.values[parts.name] = parts.name, placement, parts
+        return line
 
     def _all_reduce(
         self, names: Sequence[str], op: str = "sum", by: str = "data_parallel", into: Mapping[str, str] | None = None
@@ -390,7 +417,7 @@ class _Rewrite:
     def _update(self, line: Line) -> list[Line]:
         """The update on shards, and the whole parameters made anew where they rest whole."""
         before, rename, aliases = [], dict(self.renamed), dict[str, str]()
-        groups: dict[int, dict[str, Value]] = defaultdict(dict)
+        groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)  # of each block, what is gathered as far
         for path in line.args:
             leaf = self.program.leaves.get(path)
             if (
@@ -401,11 +428,11 @@ class _Rewrite:
                 value = Value(
                     self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
                 )
-                before.append(Line("take_shard", (path,), (value,), attrs=Over(axes=more), by=self.by))
+                before.append(Line("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
                 if path in line.writes:
-                    groups[self._owner(path)][path] = value
+                    groups[self._owner(path), len(leaf.layout.axes)][path] = value
         said = line.says(UpdateAttrs)
         grads = {leaf: self.renamed.get(g, g) for leaf, g in said.grads.items()}
         sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))

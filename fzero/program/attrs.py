@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from fzero.boxes import Dim
 from fzero.trace.block import Joint
 from fzero.trace.record import Recorded
 
@@ -46,6 +47,13 @@ class Over(Attrs):
     """`axes`: the mesh axes that it moves, cuts or counts along."""
 
     axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutAttrs(Over):
+    """`dims`: along which the first of its axes cut, other than flat."""
+
+    dims: tuple[Dim, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

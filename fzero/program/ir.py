@@ -2,7 +2,9 @@
 
 [Note: placements] How a value of a program relates to the mesh:
   whole          the same on every rank
-  shard(axes)    each rank holds its flat part of it (fzero/layout.py)
+  shard(axes)    each rank holds its flat part of it (fzero/layout.py); an axis `along` a dim cuts that instead
+  parts(axes)    a shard over all these axes but the last, in the order of the parts that this one cuts along a dim,
+                 each padded as it rests: what a gather over it makes, and a reduction over it takes
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
 Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes,
@@ -53,7 +55,8 @@ from typing import Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from fzero.layout import Layout, Leaf, grid_of, shard_numel
+from fzero.boxes import Dim
+from fzero.layout import Layout, Leaf, cut_over, grid_of, over_axes
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, BlockCall, CallAttrs, Counted, Guessed, Over, Repeated, Side, UpdateAttrs
 from fzero.trace.record import Recorded
@@ -66,21 +69,37 @@ _UNSAID: Any = None  # the attributes of a line's op, with nothing said
 @dataclass(frozen=True)
 class Placement:
     """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
-    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own."""
+    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own. `dims`: how
+    the first of its axes cut it along dims."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     by: str = "sum"
     grid: tuple[str, ...] = ()
+    dims: tuple[Dim, ...] = ()
 
     def __post_init__(self) -> None:
         if self.grid:
-            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.kind == "shard" else ())
+            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_cut else ())
+        if self.dims:
+            object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
-    def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = ()) -> Placement:
-        """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for."""
-        return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid)
+    def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
+        """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for; `dims`:
+        along which the first of the axes cut a whole."""
+        return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid, dims=self.dims or dims)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has it 1-D: a shard, or parts of which shards were made."""
+        return self.kind in ("shard", "parts")
+
+    @property
+    def joined(self) -> Placement:
+        """One axis less: what its shards, or parts, over the last of its axes are those of."""
+        left = self.axes[:-1]
+        return replace(self, kind="shard" if left else "whole", axes=left, grid=self.grid or self.axes)
 
     @property
     def is_nested(self) -> bool:
@@ -94,14 +113,14 @@ class Placement:
 
     def __str__(self) -> str:
         finer = f" of {', '.join(self.grid)}" if self.grid else ""
-        text = f"{self.kind}({', '.join(self.axes)}{finer})" if self.axes else self.kind
+        text = f"{self.kind}({over_axes(self.axes, self.dims)}{finer})" if self.axes else self.kind
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
         return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
 
 
 def resting(layout: Layout) -> Placement:
     """The placement of a leaf of this layout."""
-    return Placement("shard", layout.axes, grid=layout.grid) if layout.axes else WHOLE
+    return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else WHOLE
 
 
 WHOLE = Placement()
@@ -130,9 +149,11 @@ class Value:
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Shape of what a rank holds of it."""
-        if self.placement.kind != "shard":
+        at = self.placement
+        if not at.is_cut:
             return self.shape
-        return (shard_numel(self.shape, mesh.axis_size(self.placement.axes), mesh.axis_size(self.placement.grid)),)
+        parts = mesh.axis_size(at.axes[-1:]) if at.kind == "parts" else 1
+        return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

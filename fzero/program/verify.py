@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fzero.boxes import uneven
 from fzero.errors import VerifyError, message
+from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
 from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, misformed
@@ -89,9 +91,9 @@ class _Checker:
             for value in line.out:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
-                axes = {*value.placement.axes, *value.placement.partial}
-                # a placement over axes that the mesh lacks is a violation already: taken as whole, it makes no others
-                self.known[value.name] = value if axes <= {*self.program.mesh.axes} else replace(value, placement=WHOLE)
+                # a placement that cannot be is a violation already: taken as whole, it makes no others
+                possible = not self._impossible(value)
+                self.known[value.name] = value if possible else replace(value, placement=WHOLE)
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue
@@ -142,7 +144,7 @@ class _Checker:
             value = self.known.get(name)
             if value is None:
                 self.problems.append(f"output {name} is never made")
-            elif value.placement.partial or value.placement.kind in ("shard", "moving"):
+            elif value.placement.partial or value.placement.is_cut or value.placement.kind == "moving":
                 self.problems.append(f"output {name} is {value.placement}")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
@@ -181,15 +183,26 @@ class _Checker:
         args = [self.known[a] for a in line.args if a in self.known]
         if problems or len(args) != len(line.args):
             return
-        named = {a for v in line.out for a in (*v.placement.axes, *v.placement.partial)} | {*line.axes}
-        if unknown := sorted(named - {*self.program.mesh.axes}):
-            self.bad(line, f"the mesh has no axis {', '.join(map(repr, unknown))}")
+        impossible = [text for v in line.out if (text := self._impossible(v))]
+        if unknown := [a for a in line.axes if a not in self.program.mesh.axes]:
+            impossible.append(f"the mesh has no axis {', '.join(map(repr, unknown))}")
+        for text in impossible:
+            self.bad(line, text)
+        if impossible:
             return
         for v in line.out:
             if not v.placement.is_nested:
                 self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
         self._tiers(line, args)
         OPS[line.op].check(line, args, self)
+
+    def _impossible(self, value: Value) -> str | None:
+        """Why a value cannot be placed so on the mesh, if it cannot."""
+        at, mesh = value.placement, self.program.mesh
+        if unknown := sorted({*at.axes, *at.partial} - {*mesh.axes}):
+            return f"the mesh has no axis {', '.join(map(repr, unknown))}"
+        why = uneven(value.shape, cut_over(mesh, at.axes, dims=at.dims).along)
+        return f"{value.name} is {at}: {why}" if why else None
 
     def micro(self, line: Line) -> tuple[int, int]:
         """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fzero import agree
+from fzero.boxes import Boxes, Dim
 from fzero.build.tracebacks import compiled
 from fzero.comm.host import host_pool
 from fzero.comm.tiers import Arriving, Tiers
@@ -84,11 +85,13 @@ class _Running:
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
 
     @functools.cache  # noqa: B019  # lives as long as the program
-    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]:
-        """The beginning of this rank's part of a flat leaf, its number of elements, and that with its padding."""
-        leaf = Leaf("", "", shape, Layout(torch.float32, (axis,) if isinstance(axis, str) else axis))
-        start, stop = leaf.valid_range(self.mesh)
-        return start, stop - start, leaf.shard_numel(self.mesh)
+    def part_of(
+        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
+    ) -> tuple[Boxes, int]:
+        """This rank's part of a leaf, and its number of elements with padding."""
+        layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
+        leaf = Leaf("", "", shape, layout)
+        return leaf.boxes(self.mesh), leaf.shard_numel(self.mesh)
 
     def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""

@@ -19,6 +19,7 @@ from fzero.layout import (
     extent_of,
     home_of,
     leaf_of,
+    over_axes,
     place,
     storage_of,
     ties,
@@ -248,6 +249,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 def _rests(leaf: Leaf, other: Leaf) -> str:
     """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
     whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    text = f"{whole} sharded over {', '.join(leaf.layout.axes)}" if leaf.layout.axes else f"{whole} whole"
+    over = over_axes(leaf.layout.axes, leaf.layout.dims)
+    text = f"{whole} sharded over {over}" if over else f"{whole} whole"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.boxes import parts_of
 from fzero.comm.collectives import gather
-from fzero.layout import leaf_of
+from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
 from fzero.state.storage import load
 from fzero.step import lasting
@@ -21,13 +22,25 @@ def whole(state: Any, mesh: Mesh) -> Any:
     def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
             known = leaf_of(x)
-            sharded = known is not None and known[0].layout.axes
+            sharded = known is not None and bool(known[0].layout.axes)
             value = load(x, mesh.device if sharded else torch.device("cpu"))
             if known is not None and sharded:
-                for axis in reversed(sharded):
-                    value = gather(mesh, value, axis)
-                value = value[: known[0].numel].view(known[0].shape)
+                value = _whole(value, known[0], mesh)
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 
     return tree.map(read, lasting(state))
+
+
+def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """The whole of a leaf of which each rank has its shard: gathered over one axis after the other, the last first."""
+    cut = leaf.cut(mesh)
+    for axis in reversed(leaf.layout.axes):
+        value = gather(mesh, value, axis)
+    parts = value.view(cut.num_parts, -1)
+    if not cut.along:
+        return parts[0, : leaf.numel].view(leaf.shape)
+    out = value.new_empty(leaf.shape)
+    for part, boxes in zip(parts, parts_of(leaf.shape, cut.along), strict=True):
+        boxes.put(part[: boxes.numel], out)
+    return out

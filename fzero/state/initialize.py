@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat, tree
+from fzero.boxes import part_shape
 from fzero.layout import Cut, Leaf, granule, shard
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
@@ -98,17 +99,13 @@ def _leaves(
         # a graph of one leaf: with all inputs it would take time quadratic in the leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)
         part = Part(graph, read, [outputs[i]])
-        made_as, index = _cut_of(leaf, mesh), mesh.index(leaf.layout.axes)
+        made_as, index = leaf.cut(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
         comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that each input is cut over
-        key = (part.signature, tuple(comes), leaf.layout)
+        rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]
+        key = (part.signature, tuple(x and x.layout for x in rest), leaf.layout)
         if key not in known:
             one = part.extract()
-            cut_as = {axes: _cut_of(leaf.with_layout(axes=axes), mesh) for axes in comes if axes}
-            arrives = {
-                new: Sharded(leaf.path, c)
-                for axes, new in zip(comes, one.inputs, strict=True)
-                if axes and (c := cut_as[axes])
-            }
+            arrives = {new: Sharded(leaf.path, x.cut(mesh)) for x, new in zip(rest, one.inputs, strict=True) if x}
             known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
         source, made = known[key]
         if _is_zeros(made):
@@ -121,7 +118,7 @@ def _leaves(
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
         finer, first = made_as or Cut((), 1), index * num
-        finer = Cut(leaf.layout.axes, finer.size * num, finer.grid * num)
+        finer = finer._replace(size=finer.size * num, grid=finer.grid * num)
         if num > 1 and not any(node.target is cut for node in _shard_of(source, finer, first).graph.nodes):
             out[i] = put(_parts(source, loads, leaf, mesh, finer, range(first, first + num)), leaf)
         else:
@@ -131,17 +128,13 @@ def _leaves(
 
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
     """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
+    cut = leaf.cut(mesh)
     numel, unit = (
-        leaf.shard_numel(mesh),
-        granule(leaf.shape) * max(1, mesh.axis_size(leaf.layout.grid) // leaf.num_shards(mesh)),
+        cut.numel(leaf.shape),
+        granule(part_shape(leaf.shape, cut.along)) * max(1, cut.grid // cut.size),
     )
     least = -(-numel * leaf.dtype.itemsize // PART)
     return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
-
-
-def _cut_of(leaf: Leaf, mesh: Mesh) -> Cut | None:
-    """The cut of a leaf; None if it rests whole."""
-    return Cut(leaf.layout.axes, leaf.num_shards(mesh), mesh.axis_size(leaf.layout.grid)) if leaf.layout.axes else None
 
 
 def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:

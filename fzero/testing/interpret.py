@@ -52,7 +52,9 @@ class Interpreter:
 
     def valid_range(self, line: Line) -> tuple[int, int]:
         """The range of the flattened leaf that a line is about which is this rank's."""
-        return Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes)).valid_range(self.mesh)
+        leaf = Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes))
+        boxes = leaf.boxes(self.mesh)
+        return boxes.start, boxes.stop
 
     @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:
@@ -69,9 +71,10 @@ class Interpreter:
 
     def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
         """This rank's part of a value that is cut, or cut further, as another is placed."""
-        if source.placement.kind != "shard":
+        if source.placement.kind not in ("shard", "parts"):
             return cut(x, out.placement, self.mesh)
-        axes = out.placement.axes[len(source.placement.axes) :]
+        at = source.placement
+        axes = at.axes[-1:] if at.kind == "parts" else out.placement.axes[len(at.axes) :]
         return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -83,6 +86,5 @@ class Interpreter:
 
 def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
     """This rank's flat, padded shard of a whole value."""
-    return shard(
-        whole, Leaf("", "", tuple(whole.shape), Layout(whole.dtype, placement.axes, grid=placement.grid)), mesh
-    )
+    layout = Layout(whole.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
+    return shard(whole, Leaf("", "", tuple(whole.shape), layout), mesh)

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from fzero.boxes import Dim, part_shape
+from fzero.boxes import whole as all_of
 from fzero.errors import FzeroTypeError, message
 from fzero.layout import Cut
 from fzero.operators.quant_blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
@@ -41,8 +43,8 @@ def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-def cut(x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: this rank's flat shard of the whole `x` over these axes."""
+def cut(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
+    """Marker: this rank's flat shard of the whole `x` over these axes, the first of which cut along these dims."""
     raise AssertionError("a marker is not executable")
 
 
@@ -149,7 +151,9 @@ def propagate(
             leaf[node] = origin
             place = node.meta.get("place")
             at_fault = (
-                None if _shardable(node) else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
+                None
+                if _shardable(node, origin.cut)
+                else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
             )
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
             if at_fault:
@@ -179,7 +183,7 @@ def propagate(
                 new.meta["shard"] = True
             env[node, arrives] = new
             for shard in (s for s in _whole_first(want[node]) if s is not None and arrives is None):
-                env[node, shard] = _emit(graph, cut, (new, shard.axes), _local(node, shard))
+                env[node, shard] = _cut(graph, new, shard, _local(node, shard))
                 env[node, shard].meta["shard"] = True
             continue
         for shard in _whole_first(want[node]):
@@ -191,7 +195,7 @@ def propagate(
                 if (node, None) not in env:
                     env[node, None] = graph.node_copy(node, lambda n: env[n, None])
                 if shard:
-                    env[node, shard] = _emit(graph, cut, (env[node, None], shard.axes), _local(node, shard))
+                    env[node, shard] = _cut(graph, env[node, None], shard, _local(node, shard))
             elif draws:
                 env[node, shard] = _draw(graph, node, shard, env)
             else:
@@ -232,32 +236,39 @@ def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Ten
     return _emit(graph, aten.full.default, (shape, fill), value, {"dtype": value.dtype, "device": device})
 
 
-def _shardable(node: fx.Node) -> bool:
+def _shardable(node: fx.Node, shard: Cut) -> bool:
     """Whether a node's shard can be made from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
         return True
-    return _is_view(node) or _is_local(node) or _is_blockwise(node)
+    return _is_view(node, shard) or _is_local(node, shard) or _is_blockwise(node, shard)
 
 
-def _is_local(node: fx.Node) -> bool:
+def _is_local(node: fx.Node, shard: Cut) -> bool:
     """Whether a node is pointwise between tensors of one size and scalars."""
     if not is_pointwise(node):
         return False
     sizes = {_numel(a) for a in node.all_input_nodes}
-    return sizes <= {1, _numel(node)}
+    return sizes <= {1, _numel(node)} and _keeps_dims(node, shard)
 
 
-def _is_blockwise(node: fx.Node) -> bool:
+def _keeps_dims(node: fx.Node, shard: Cut) -> bool:
+    """Whether what a node reads has its dims, where these are what is cut."""
+    shapes = {a.meta["val"].shape for a in node.all_input_nodes if _numel(a) != 1}
+    return not shard.along or shapes <= {node.meta["val"].shape}
+
+
+def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
     """Whether a node goes from the elements of a leaf that is cut between blocks to its blocks, or back."""
-    if node.target not in (BLOCK_MAX, BLOCK_EXPAND):
+    if node.target not in (BLOCK_MAX, BLOCK_EXPAND) or shard.along:
         return False
     elements, numbers = (node.all_input_nodes[0], node) if node.target is BLOCK_MAX else (node, node.all_input_nodes[0])
     shape = elements.meta["val"].shape
     return has_blocks(shape) and tuple(numbers.meta["val"].shape) == blocks_shape(shape)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target in _VIEWS and _numel(node) == _numel(node.args[0])  # type: ignore[arg-type]
+def _is_view(node: fx.Node, shard: Cut) -> bool:
+    same = node.target in _VIEWS and _numel(node) == _numel(node.args[0])  # type: ignore[arg-type]
+    return same and _keeps_dims(node, shard)
 
 
 def _needs(
@@ -271,9 +282,7 @@ def _needs(
     """The inputs of a node and how they must be cut, None for whole, to have the node whole or its shard."""
     if shard and node in leaf and leaf[node].cut != shard:
         path, cut = leaf[node]
-        problems[
-            f"{path}, sharded over {', '.join(cut.axes)}, with a leaf that is sharded over {', '.join(shard.axes)}"
-        ] = None
+        problems[f"{path}, sharded over {cut}, with a leaf that is sharded over {shard}"] = None
         return []
     if node.op != "call_function":
         return []
@@ -290,14 +299,18 @@ def _needs(
         return [(a, None) for a in args]
     if node.target in _LIKE or node.target in _NEW:
         return natural
-    if _is_view(node) or _is_blockwise(node):
+    if _is_view(node, shard) or _is_blockwise(node, shard):
         return [(node.args[0], shard)]  # type: ignore[list-item]
-    if _is_local(node):
+    if _is_local(node, shard):
         return [(a, shard if _numel(a) != 1 else None) for a in args]
     if node in leaf:
         problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
     return [(a, None) for a in args]  # whole, then cut
+
+
+def _cut(graph: fx.Graph, source: fx.Node, shard: Cut, value: torch.Tensor) -> fx.Node:
+    return _emit(graph, cut, (source, shard.axes, shard.dims), value)
 
 
 def _make(
@@ -310,15 +323,14 @@ def _make(
     if node.target in _FACTORY:
         return _emit(graph, node.target, ([local.numel()], *node.args[1:]), local, node.kwargs)
     if node.target is DRAW and index is not None:
-        args = sub_range(node.args, local.numel() * index, local.numel() * (index + 1))
-        return _emit(graph, DRAW, fx.map_arg(args, lambda n: env[n, None]), local, node.kwargs)
+        return _draw_shard(graph, node, shard, env, index)
     if node.target in _LIKE or node.target in _NEW:
         return _constant(graph, node, [local.numel()], local)
-    if _is_blockwise(node):
+    if _is_blockwise(node, shard):
         return _emit(graph, node.target, (env[node.args[0], shard], [local.numel()]), local)  # type: ignore[index]
-    if _is_view(node):
+    if _is_view(node, shard):
         return env[node.args[0], shard]  # type: ignore[index]
-    if _is_local(node):
+    if _is_local(node, shard):
 
         def argument(a: fx.Node) -> fx.Node:
             if _numel(a) != 1:
@@ -335,13 +347,16 @@ def _make(
         return _emit(graph, node.target, args, local, kwargs)
     if (node, None) not in env:
         env[node, None] = graph.node_copy(node, lambda n: env[n, None])
-    return _emit(graph, cut, (env[node, None], shard.axes), local)
+    return _cut(graph, env[node, None], shard, local)
 
 
 def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Node:
     """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all
     like it, on every rank."""
     value, axes = _local(node, shard), shard.axes if shard else ()
+    if shard and shard.along:
+        what = f"random numbers for a leaf that is sharded over {shard}: they do not lie one behind the other"
+        raise FzeroTypeError(message("optimizer", "cannot run on shards", [what], "keep this leaf uncut"))
     start = _emit(
         graph,
         draw_start,
@@ -350,6 +365,26 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
     )
     args = from_start(node.args, start, value.shape)
     return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, None), n)), value, node.kwargs)
+
+
+def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Cut, env: Env, index: int) -> fx.Node:
+    """One shard of a draw: drawn from its first element to its last, and what is others' in between left out."""
+    value, boxes = _local(node, shard), shard.boxes(node.meta["val"].shape, index)
+    runs = boxes.runs(all_of(boxes.shape)) if shard.along else [(0, boxes.start, value.numel())]
+    first, stop = min((a for _, a, _ in runs), default=0), max((a + n for _, a, n in runs), default=0)
+    args = fx.map_arg(sub_range(node.args, first, stop), lambda n: env[n, None])
+    drawn = _emit(graph, DRAW, args, torch.empty(stop - first, dtype=value.dtype, device="meta"), node.kwargs)
+    if len(runs) == 1 and stop - first == value.numel():
+        return drawn
+    return _emit(graph, take_runs, (drawn, [(i, a - first, n) for i, a, n in runs], value.numel()), value)
+
+
+def take_runs(x: torch.Tensor, runs: Sequence[tuple[int, int, int]], numel: int) -> torch.Tensor:
+    """So many elements, those of each run of `x` where it says, and zeros: (where to, where from, how many)."""
+    out = x.new_zeros(numel)
+    for to, begins, n in runs:
+        out[to : to + n] = x[begins : begins + n]
+    return out
 
 
 def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
@@ -386,8 +421,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
         x = _mask(
             graph,
             x,
-            source.meta["val"].shape,
-            shard.axes,
+            part_shape(source.meta["val"].shape, shard.along),
+            shard.axes[len(shard.along) :],
             {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0),
             value.device,
         )

@@ -7,10 +7,14 @@ same program. A record that contradicts one already there raises at once and nam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.layout import Leaf
+from fzero.mesh import AbstractMesh
 from fzero.program.ir import Program
 from fzero.step import EvalStep, Step
 
@@ -68,6 +72,11 @@ class Transform:
     def idle(self, step: EvalStep) -> str | None:
         """Why this does nothing to an evaluation, or None."""
         return None
+
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+        """The mesh axes over which a parameter, and its state and gradient, rest cut along a dim, with that dim; the
+        first cuts first, and all before what shards it flat. A line that reads the parameter has it whole."""
+        return {}
 
     def rewrite(self, program: Program) -> Program:
         """The program with what this transform adds of its own, behind the cut of the update; the passes of the package

@@ -3,11 +3,13 @@ all four through one pass: fzero/passes/shard.py."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, predicate
+from fzero.boxes import part_shape
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
@@ -242,11 +244,14 @@ class Zero:
         if found is None:
             cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.records if r.stage}
             found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.records if r.stage and r.shards(leaf)}
-        finest = max(found.values(), key=len, default=())
+        # what it is cut along dims over, before it is cut flat
+        dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
+        flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
+        finest = max(flat.values(), key=len, default=())
         # new values of mutable leaves come whole to every rank; of small leaves some ranks would have nothing
-        if leaf.role == "mutable" or leaf.numel < self.mesh.axis_size(finest):
-            return ()
-        return max((axes for at_stage, axes in found.items() if at_stage >= stage), key=len, default=())
+        if leaf.role == "mutable" or math.prod(left) < self.mesh.axis_size(finest):
+            return dims
+        return dims + max((axes for at, axes in flat.items() if at >= stage), key=len, default=())
 
     def opt_state(self, param: Leaf) -> tuple[str, ...]:
         """The axes that a parameter's optimizer state is cut over, and its update: its finest cut."""

@@ -11,12 +11,12 @@ from typing import Any
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
-from fzero.program.ops import control, transfers, values
+from fzero.program.ops import control, parts, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
 from fzero.program.ops.control import compared
 from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
-OPS: Mapping[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *transfers.ROWS, *control.ROWS)}
+OPS: Mapping[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS)}
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""

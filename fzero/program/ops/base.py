@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol
 import torch
 from typing_extensions import TypeVar
 
+from fzero.boxes import Boxes, Dim
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.attrs import Attrs, JoinAttrs, PartAttrs
 from fzero.program.ir import Line, Place, Placement, Program, Value
@@ -59,7 +60,9 @@ class Running(Protocol):
     tiers: Any
     batch_axes: tuple[str, ...]
 
-    def part_of(self, shape: tuple[int, ...], axis: str | tuple[str, ...]) -> tuple[int, int, int]: ...
+    def part_of(
+        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
+    ) -> tuple[Boxes, int]: ...
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
     ) -> Sequence[torch.Tensor]: ...

@@ -4,13 +4,14 @@ for either."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, WaitAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Place, Placement, Program, Value, local_bytes
+from fzero.program.ir import MOVING, Line, Place, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
 
@@ -46,6 +47,8 @@ class Collective(Start[GatherAttrs]):
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
         """Whether it moves values of this placement: of a reduction, what is to be reduced so over its axes."""
+        if placement.kind == "parts" and placement.axes[-1:] != line.attrs.axes:
+            return False
         return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
 
     def channel(self, line: Line[GatherAttrs]) -> str:
@@ -98,15 +101,15 @@ class AllGather(Collective):
         return f"gather:{','.join(line.attrs.axes)}"
 
     def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
-        left = placement.axes[:-1]
-        return Placement("shard", left, grid=placement.grid or placement.axes) if left else WHOLE
+        along_dim = len(placement.axes) == len(placement.dims)
+        return replace(placement, kind="parts") if along_dim else placement.joined
 
     def handed_out(
         self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs.axes
         gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
-        return [x if v.placement.kind == "shard" else x[: v.numel].view(v.shape) for x, v in gathered]
+        return [x if v.placement.is_cut else x[: v.numel].view(v.shape) for x, v in gathered]
 
 
 class ReduceScatter(Collective):
@@ -123,7 +126,12 @@ class ReduceScatter(Collective):
 
     def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
         axes = tuple(line.attrs.axes)
-        return placement.cut(axes, line.says(ScatterAttrs).grid).left(a for a in placement.partial if a not in axes)
+        cut = (
+            replace(placement, kind="shard")
+            if placement.kind == "parts"
+            else placement.cut(axes, line.says(ScatterAttrs).grid)
+        )
+        return cut.left(a for a in placement.partial if a not in axes)
 
     def handed_out(
         self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told

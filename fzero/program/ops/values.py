@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
 from fzero.operators import scaled_matmul
 from fzero.program.attrs import (
     BufferAttrs,
     CallAttrs,
     CastAttrs,
+    CutAttrs,
     DrawAttrs,
-    Over,
     PartAttrs,
     PartIndexAttrs,
     ShardOfAttrs,
@@ -63,7 +64,7 @@ class Call(Op[CallAttrs]):
             return
         for place, arg in zip(places, args, strict=True):
             self._matches(line, arg, place.meta["val"], "takes", rules)
-            if arg.placement.kind == "shard" and line.block is not None:
+            if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
             if arg.placement.partial and not line.writes and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}")
@@ -233,52 +234,54 @@ class Zeros(Op):
         return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in line.out]
 
 
-class TakeShard(Op[Over]):
+class TakeShard(Op[CutAttrs]):
     """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard
     its part over further axes."""
 
     name = "take_shard"
     args = 1
     out = 1
-    attrs = Over
+    attrs = CutAttrs
     computes = "there"
 
-    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[CutAttrs], args: list[Value], rules: Rules) -> None:
         rules.aliases[line.out[0].name] = rules.root(line.args[0])
         here = args[0].placement
-        shard = replace(args[0], name=line.out[0].name, placement=here.cut(line.attrs.axes))
+        shard = replace(args[0], name=line.out[0].name, placement=here.cut(line.attrs.axes, dims=line.attrs.dims))
         if here.kind not in ("whole", "shard") or here.partial or line.out[0] != shard:
             rules.bad(line, f"takes a shard of {args[0]}, which is {line.out[0]}")
 
-    def shares(self, line: Line[Over]) -> Iterable[tuple[str, str]]:
+    def shares(self, line: Line[CutAttrs]) -> Iterable[tuple[str, str]]:
         return [(line.out[0].name, line.args[0])]
 
-    def is_view(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        return local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs.axes) == local_bytes(
-            values[line.args[0]], mesh
-        )
+    def is_view(self, line: Line[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        whole = local_bytes(values[line.args[0]], mesh)
+        return not line.attrs.dims and local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs.axes) == whole
 
-    def touched(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, line: Line[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
 
-    def text(self, line: Line[Over], program: Program) -> Text:
+    def text(self, line: Line[CutAttrs], program: Program) -> Text:
         shard = ["of_shard=True"] if program.values_by_name[line.args[0]].placement.kind == "shard" else []
-        return Text(f"take_shard({', '.join([line.args[0], over(line), *shard])})")
+        dims = [f"dims={[[*d] for d in line.attrs.dims]}"] if line.attrs.dims else []
+        return Text(f"take_shard({', '.join([line.args[0], over(line), *shard, *dims])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def take_shard(whole: torch.Tensor, axis: str | tuple[str, ...], of_shard: bool = False) -> torch.Tensor:
+        def take_shard(
+            whole: torch.Tensor, axis: str | tuple[str, ...], of_shard: bool = False, dims: Sequence[Sequence[int]] = ()
+        ) -> torch.Tensor:
             if of_shard:
                 return whole.chunk(on.mesh.axis_size(axis))[on.mesh.index(axis)]
-            start, num, size = on.part_of(tuple(whole.shape), axis)
-            part = whole.reshape(-1).narrow(0, start, num)
+            boxes, size = on.part_of(tuple(whole.shape), axis, tuple(Dim(*d) for d in dims))
+            part, num = boxes.take(whole), boxes.numel
             return part if num == size else torch.nn.functional.pad(part, (0, size - num))
 
         return take_shard
 
-    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[CutAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [told.cut(args[0], told.program.values_by_name[line.args[0]], line.out[0])]
 
-    def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
+    def stands(self, line: Line[CutAttrs], of: Standing, micro: int, turn: int) -> None:
         of.same(line.out[0].name, line.args[0])
 
 
@@ -370,7 +373,7 @@ class NumValid(Number[ShardOfAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda shape, axis: torch.full(
-            (), on.part_of(tuple(shape), axis)[1], dtype=torch.int64, device=on.mesh.device
+            (), on.part_of(tuple(shape), axis)[0].numel, dtype=torch.int64, device=on.mesh.device
         )
 
     def means(
@@ -394,9 +397,8 @@ class DrawStart(Number[DrawAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def draw_start(base: int, shape: Sequence[int] = (), axis: str | tuple[str, ...] = "") -> torch.Tensor:
-            return torch.full(
-                (), base + (on.part_of(tuple(shape), axis)[0] if axis else 0), dtype=torch.int64, device=on.mesh.device
-            )
+            begins = on.part_of(tuple(shape), axis)[0].start if axis else 0
+            return torch.full((), base + begins, dtype=torch.int64, device=on.mesh.device)
 
         return draw_start
 

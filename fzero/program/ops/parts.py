@@ -1,0 +1,117 @@
+"""Defines ops for values that a mesh axis cuts along a dim: a gather over it makes their parts, one behind the other,
+and a reduction over it takes them so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero.boxes import Along, Dim, part_shape, parts_of
+from fzero.layout import cut_over
+from fzero.mesh import AbstractMesh
+from fzero.program.attrs import Over
+from fzero.program.ir import Line, Program, Value, local_bytes
+from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, into, over
+
+
+class Rearranged(Op[Over]):
+    """A value that an axis cuts along a dim, put together from its parts, or laid out as them, with their padding."""
+
+    args = 1
+    out = 1
+    attrs = Over
+    settles = True
+    pool = "results"
+    makes_own = True
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        """The value in parts, and joined."""
+        raise NotImplementedError(self.name)
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        """Fills `out`. `shape`: of what is joined, without padding."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
+        parts, joined = self.parts(line, args[0])
+        at = parts.placement
+        right = at.kind == "parts" and at.axes[-1:] == line.attrs.axes and len(at.axes) == len(at.dims)
+        if not right or replace(parts, name=joined.name, placement=at.joined) != joined:
+            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+
+    def touched(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+
+    def cut(self, line: Line[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+        parts, _ = self.parts(line, arg)
+        at = parts.placement
+        return part_shape(parts.shape, cut_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
+
+    def text(self, line: Line[Over], program: Program) -> Text:
+        shape, (dim, groups) = self.cut(line, program.values_by_name[line.args[0]], program.mesh)
+        held = [*line.out[0].held(program.mesh)]
+        said = [f"dim={dim}", *([f"groups={groups}"] if groups > 1 else []), f"shape={[*shape]}"]
+        said += [f"size={held}"] if held != [*shape] else []
+        return Text(f"{self.name}({', '.join([line.args[0], over(line), *said, *into(line, program)])})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def rearranged(
+            x: torch.Tensor,
+            axis: str,
+            dim: int,
+            shape: Sequence[int],
+            groups: int = 1,
+            size: Sequence[int] | None = None,
+            into: Sequence[torch.Tensor] | None = None,
+        ) -> torch.Tensor:
+            out = x.new_empty(shape if size is None else size) if into is None else into[0]
+            return self.rearrange(x, out, shape, Along(dim, groups, on.mesh.axis_size(axis)))
+
+        return on.tiers.settled(rearranged, lambda *args: args[-1])
+
+    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        shape, dim = self.cut(line, told.program.values_by_name[line.args[0]], told.mesh)
+        out = args[0].new_empty(line.out[0].held(told.mesh))
+        return [self.rearrange(args[0], out, shape, Along(*dim, told.mesh.axis_size(line.attrs.axes)))]
+
+    def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
+        of.same(line.out[0].name, line.args[0])
+
+
+class JoinParts(Rearranged):
+    """Parts that a gather has brought, as the value that they are cut from."""
+
+    name = "join_parts"
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        return arg, line.out[0]
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        numel, rows = math.prod(shape), x.view(along.size, -1)
+        for row, boxes in zip(rows, parts_of(shape, (along,)), strict=True):
+            boxes.put(row[: boxes.numel], out.view(-1)[:numel].view(*shape))
+        out.view(-1)[numel:].zero_()
+        return out
+
+
+class SplitParts(Rearranged):
+    """A value as the parts that a reduction cuts it in."""
+
+    name = "split_parts"
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        return line.out[0], arg
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        whole = x.reshape(-1)[: math.prod(shape)].view(*shape)
+        for row, boxes in zip(out.view(along.size, -1), parts_of(shape, (along,)), strict=True):
+            row[: boxes.numel].copy_(boxes.take(whole))
+            row[boxes.numel :].zero_()
+        return out
+
+
+ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts())
