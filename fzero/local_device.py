@@ -1,4 +1,4 @@
-"""Chooses the device of each rank, and compares those of all ranks."""
+"""Chooses the device of each rank, and compares those of all ranks, and their axes."""
 
 from __future__ import annotations
 
@@ -69,15 +69,23 @@ def device_problems(names: Sequence[str]) -> list[str]:
     ]
 
 
-def compare_devices(store: dist.Store, rank: int, world: int, device: torch.device, timeout: float) -> None:
+def compare(
+    store: dist.Store, rank: int, world: int, device: torch.device, axes: Mapping[str, int], timeout: float
+) -> None:
+    """Raises on every rank if the devices of all, or the axes that they were given, do not make a mesh."""
     keys = [f"fzero/device/{r}" for r in range(world)]
-    store.set(keys[rank], _name_of(device))
+    store.set(keys[rank], f"{', '.join(f'{name}={n}' for name, n in axes.items())}\n{_name_of(device)}")
     if missing := absent(store, keys, timeout):
         came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )
-    if problems := device_problems([name.decode() for name in store.multi_get(keys)]):
+    given, _, names = zip(*(said.decode().partition("\n") for said in store.multi_get(keys)), strict=True)
+    if len({*given}) > 1:
+        problems = [f"rank {given.index(text)}: {text}" for text in dict.fromkeys(given)]
+        fix = 'give every rank the same axes; of "local", start as many processes on every host'
+        raise FzeroValueError(message("make_mesh", "the ranks have different axes", problems, fix))
+    if problems := device_problems(names):
         fix = (
             "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
             "to all"
@@ -93,7 +101,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def one_visible(environment: Mapping[str, str]) -> bool:
-    """Whether the environment shows this process one GPU: its own, or, as `compare_devices` finds out, the same as its
+    """Whether the environment shows this process one GPU: its own, or, as `compare` finds out, the same as its
     neighbours."""
     named = [
         environment[name]

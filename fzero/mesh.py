@@ -7,6 +7,7 @@ row-major order of the axes as given. A mesh of one device needs no process grou
 from __future__ import annotations
 
 import datetime
+import difflib
 import importlib.util
 import itertools
 import math
@@ -25,7 +26,8 @@ from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, message
 from fzero.exclusive import Exclusive, Holding
-from fzero.local_device import choose_device, compare_devices, one_visible
+from fzero.local_device import choose_device, compare, one_visible
+from fzero.processes import LOCAL, Processes
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
 
@@ -271,7 +273,7 @@ def make_mesh(
     shared_memory: bool = True,
     unified_memory: bool | None = None,
     gpu_direct: bool | None = None,
-    **axes: int,
+    **axes: int | str,
 ) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
@@ -284,13 +286,17 @@ def make_mesh(
             offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
         gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default
             on CUDA where kvikio is installed.
-        **axes: size of each axis, e.g. `replica=2, data=4`; their product is the number of processes. One axis may be
-            -1: whatever is left. Without any: `data=-1`.
+        **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
+            processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
+            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. Without any:
+            `data=-1`.
 
     Communication: none besides joining the process group, which a mesh of one device does not need.
 
     Raises:
-        FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes.
+        FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes; "local" on hosts
+            that differ, or that the axes behind it do not divide; ranks that were given different axes; arguments of
+            the wrong kind.
         DivergenceError: ranks that timed out, by number.
 
     Example:
@@ -298,46 +304,28 @@ def make_mesh(
         >>> mesh.size, mesh.device_mesh is None
         (1, True)
     """
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    problems = number("timeout", timeout, above=0) + flag("shared_memory", shared_memory)
+    problems += [
+        p
+        for name, value in (("unified_memory", unified_memory), ("gpu_direct", gpu_direct))
+        if value is not None
+        for p in flag(name, value)
+    ]
+    if device is not None and not isinstance(device, str):
+        problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
+    if problems:
+        fix = "e.g. make_mesh(data=8, timeout=600); gpu_direct=True where kvikio is installed"
+        raise FzeroValueError(message("make_mesh", "invalid arguments", problems, fix))
+    processes = Processes.of()
+    world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     if launcher.under_torchrun():
         launcher.die_with_parent()
     if launcher.under_torchrun() or world > 1:
         launcher.install_excepthook()
-    local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    axes = axes or {"data": -1}
-    _checked({name: n for name, n in axes.items() if n != -1})
-    rest = math.prod(n for n in axes.values() if n != -1)
-    if list(axes.values()).count(-1) == 1 and rest > 0 and world % rest == 0:
-        axes = {name: world // rest if n == -1 else n for name, n in axes.items()}
-    elif list(axes.values()).count(-1) == 1 and rest > 0:
-        raise FzeroValueError(
-            message(
-                "make_mesh",
-                f"{world} processes do not divide by the product of the given axes, {rest}",
-                [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {world}"],
-                f"give axes whose product divides {world}, or start a multiple of {rest} processes",
-            )
-        )
-    _checked(axes)
-    if math.prod(axes.values()) != world:
-        raise FzeroValueError(
-            message(
-                "make_mesh",
-                f"a mesh of {math.prod(axes.values())} devices cannot be made from {world} processes",
-                [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {world}"],
-                f"start it with `torchrun --nproc-per-node {math.prod(axes.values())}`, or give one axis the size -1",
-            )
-        )
-    if number("timeout", timeout, above=0):
-        raise FzeroValueError(
-            message(
-                "make_mesh", f"timeout={timeout!r} seconds leave no rank time to come", fix="give more than 0 seconds"
-            )
-        )
-    if gpu_direct is not None and (problems := flag("gpu_direct", gpu_direct)):
-        raise FzeroValueError(
-            message("make_mesh", "invalid arguments", problems, "gpu_direct=True where kvikio is installed")
-        )
+    given: dict[str, Any] = axes or {"data": -1}
+    _checked({name: n for name, n in given.items() if n not in (-1, LOCAL)})
+    sizes = _checked(processes.axes(given))
+    processes.check(sizes)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where, unused = choose_device(device, local, locals_, available, one_visible(os.environ))
     if unused and local == 0:
@@ -358,7 +346,7 @@ def make_mesh(
         keep_freed_memory()
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
-        return Mesh(axes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
+        return Mesh(sizes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
     if device == "cuda":  # two communicators are in flight at once: their kernels must start in one order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():  # whose store may hold what an earlier start wrote
@@ -366,20 +354,20 @@ def make_mesh(
         dist.broadcast_object_list(generation)
         store = dist.PrefixStore(f"fzero/generation/{generation[0]}", compat.default_store())
         launcher.tell_through(store)
-        compare_devices(store, rank, world, where, timeout)
+        compare(store, rank, world, where, sizes, timeout)
     else:
         store = meet(rank, world, timeout)
-        compare_devices(store, rank, world, where, timeout)
+        compare(store, rank, world, where, sizes, timeout)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
         )
     from torch.distributed.device_mesh import init_device_mesh
 
-    grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    gathers = groups_along(axes, timeout, compat.nccl_ahead()) if device == "cuda" else None
+    grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    gathers = groups_along(sizes, timeout, compat.nccl_ahead()) if device == "cuda" else None
     shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
-    return Mesh(axes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
+    return Mesh(sizes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
@@ -409,8 +397,13 @@ def close_mesh() -> None:
         dist.destroy_process_group()
 
 
+def _meant(name: str) -> str:
+    near = difflib.get_close_matches(name, AXES, n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
 def _checked(axes: dict[str, int]) -> dict[str, int]:
-    problems = [f"{name!r} is not one of {', '.join(AXES)}" for name in axes if name not in AXES]
+    problems = [f"{name!r} is not one of {', '.join(AXES)}{_meant(name)}" for name in axes if name not in AXES]
     problems += [
         f"{name}={size!r}: a size is a whole number of at least 1"
         for name, size in axes.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero.errors import FzeroValueError
 from fzero.mesh import AXES, AbstractMesh, Mesh, close_mesh, make_mesh
+from fzero.processes import Processes
 
 CPU = torch.device("cpu")
 _axes = st.lists(st.sampled_from(AXES), unique=True, min_size=1, max_size=4).flatmap(
@@ -128,6 +130,80 @@ def test_a_mesh_that_cannot_be_made_says_why_before_any_communication(monkeypatc
     for part in said:
         assert part in text
     assert not dist.is_initialized()
+
+
+def _hosts(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int, num_local: int | None) -> None:
+    """The environment of a process on a host of so many."""
+    for name, value in {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": num_local}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        ({"node": -1, "data": "local"}, {"node": 3, "data": 8}),
+        ({"node": -1, "data": "local", "model": 2}, {"node": 3, "data": 4, "model": 2}),
+        ({"node": 3, "data": "local"}, {"node": 3, "data": 8}),
+        ({"data": -1, "model": "local"}, {"data": 3, "model": 8}),
+        ({"replica": -1, "data": 4}, {"replica": 6, "data": 4}),
+    ],
+)
+def test_local_is_the_processes_of_a_host(monkeypatch, axes, sizes):
+    """On 3 hosts of 8, for each place on the axes behind it."""
+    _hosts(monkeypatch, 24, 13, 5, 8)
+    assert Processes.of().axes(axes) == sizes
+
+
+@pytest.mark.parametrize(
+    ("host", "axes", "said"),
+    [
+        ((12, 0, 0, 8), {"node": -1, "data": "local"}, "needs as many processes on every host"),
+        ((8, 3, 1, 4), {"node": -1, "data": "local"}, "their ranks one behind the other"),
+        (
+            (8, 0, 0, 8),
+            {"data": "local", "model": 3},
+            "8 processes of this host do not divide by the axes behind",
+        ),
+        (
+            (8, 0, 0, 2),
+            {"data": "local", "model": 4},
+            "2 processes of this host do not divide by the axes behind",
+        ),
+        ((8, 0, 0, 4), {"data": "local", "model": -1}, "so they need sizes"),
+        ((8, 0, 0, 4), {"node": "local", "data": "local"}, "so they need sizes"),
+        ((8, 0, 0, None), {"node": -1, "data": "local"}, "nobody says how many processes a host has"),
+        ((8, 0, 0, 4), {"data": "local"}, "a mesh of 4 devices cannot be made from 8 processes"),
+        ((8, 0, 0, 4), {"node": 3, "data": "local"}, "a mesh of 12 devices cannot be made from 8 processes"),
+        ((8, 0, 0, 4), {"node": -1, "data": "locl"}, "data='locl': a size is a whole number of at least 1"),
+    ],
+)
+def test_local_sizes_that_hosts_do_not_have_are_refused(monkeypatch, host, axes, said):
+    _hosts(monkeypatch, *host)
+    with pytest.raises(FzeroValueError) as caught:
+        make_mesh(device="cpu", **axes)
+    assert said in " ".join(str(caught.value).split()) and "Fix: " in str(caught.value)
+
+
+def _told_axes() -> str:
+    """What ranks say that were given different axes."""
+    rank = int(os.environ["RANK"])
+    try:
+        make_mesh(device="cpu", **({"data": 2} if rank else {"replica": 2}))
+    except FzeroValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_axes_are_told_each_others(run_ranks):
+    for text in run_ranks(2, _told_axes):
+        assert "rank 0: replica=2" in text and "rank 1: data=2" in text
+
+
+def test_a_name_that_is_near_is_meant():
+    with pytest.raises(FzeroValueError, match=r"'modl' is not one of .*: did you mean model\?"):
+        AbstractMesh(modl=2)
 
 
 def _sums(**axes: int) -> dict:

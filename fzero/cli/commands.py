@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json as json_
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from fzero.passes.pipeline import Name
 from fzero.plan.calibration import calibration_path, elsewhere
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import fits
+from fzero.processes import LOCAL
 from fzero.program.show import show
 from fzero.progress import shown
 from fzero.step import Step
@@ -214,7 +216,8 @@ class Check:
     mesh: Annotated[
         tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")
     ] = ()
-    """axes and their sizes, outermost first; their product is the number of processes"""
+    """axes and their sizes, outermost first; their product is the number of processes. local: the processes of a host,
+    -1: what is left"""
     steps: int = 3
     """to take"""
     backend: Literal["inductor", "eager"] = "eager"
@@ -224,7 +227,7 @@ class Check:
 
     def run(self) -> int:
         with _usage():
-            axes: dict[str, Any] = _axes(self.mesh) if self.mesh else {}
+            axes: dict[str, Any] = _axes(self.mesh, processes=True) if self.mesh else {}
             mesh = make_mesh(**axes)
             if self.steps < 1:
                 raise UsageError(message("check", f"--steps {self.steps} compares nothing", fix="e.g. --steps 3"))
@@ -303,26 +306,25 @@ def _usage() -> Iterator[None]:
         raise UsageError(message("flags", str(error))) from None
 
 
-def _axes(mesh: tuple[str, ...]) -> dict[str, int]:
-    """Names and sizes from `AXIS=SIZE ...`."""
-    pairs = [a.partition("=") for a in mesh]
-    problems = [
-        f"{axis}: which axis has this size? e.g. data={axis}"
-        for axis, equals, _ in pairs
-        if not equals and axis.isdecimal()
-    ]
-    given = [(axis, equals, size) for axis, equals, size in pairs if equals or not axis.isdecimal()]
-    wrong = [f"{axis}{equals}{size}" for axis, equals, size in given if not (axis and size.isdecimal() and int(size))]
-    problems += [f"{pair}: a size is a whole number of at least 1" for pair in wrong]
-    names = [axis for axis, _, _ in pairs]
+def _axes(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
+    """Names and sizes from `AXIS=SIZE ...`, with commas or spaces between. `processes`: there are some, so a size may
+    be left to them: -1 or local."""
+    pairs = [a.partition("=") for text in mesh for a in text.split(",") if a]
+    names, problems = [axis for axis, _, _ in pairs], []
+    for axis, equals, size in pairs:
+        if not equals and (apart := re.fullmatch(r"([a-z]+)[:x]?(\d+)", axis)):
+            problems.append(f"{axis}: did you mean {apart[1]}={apart[2]}?")
+        elif not equals and axis.isdecimal():
+            problems.append(f"{axis}: which axis has this size? e.g. data={axis}")
+        elif size in ("-1", LOCAL) and not processes:
+            problems.append(f"{axis}={size}: {size} is said of processes, and here there are none: give a number")
+        elif not axis or not (size in ("-1", LOCAL) or (size.isdecimal() and int(size))):
+            problems.append(f"{axis}{equals}{size}: a size is a whole number of at least 1")
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:
-        raise UsageError(
-            message(
-                "mesh", "--mesh wants axes with their sizes", problems, "e.g. --mesh data=8, or --mesh replica=2 data=4"
-            )
-        )
-    return {axis: int(size) for axis, _, size in pairs}
+        fix = "e.g. --mesh data=8, or --mesh replica=2 data=4"
+        raise UsageError(message("mesh", "--mesh wants axes with their sizes", problems, fix))
+    return {axis: size if size == LOCAL else int(size) for axis, _, size in pairs}
 
 
 def _check_files(**files: Path | None) -> None:

@@ -1,0 +1,98 @@
+"""Lays axes of a mesh over the processes that a launcher started, as the environment of each says."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from fzero.errors import FzeroValueError, message
+
+LOCAL = "local"
+"""The size of an axis: as many processes as a host has, for each place on the axes behind it."""
+
+
+class Processes(NamedTuple):
+    """This process among all, and among those of its host. `local_world` is None where the launcher does not say it."""
+
+    world: int
+    rank: int
+    local: int
+    local_world: int | None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> Processes:
+        world, rank, local = (
+            int(environment.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+        )
+        said = environment.get("LOCAL_WORLD_SIZE")
+        return cls(world, rank, local, int(said) if said else 1 if world == 1 else None)
+
+    @property
+    def num_local(self) -> int:
+        """Processes of this host, one where that is not said."""
+        return self.local_world or 1
+
+    def axes(self, given: Mapping[str, int | str]) -> dict[str, int]:
+        """The sizes of all axes, of "local" and of the one that is -1 too.
+
+        Raises:
+            FzeroValueError: sizes that these processes do not have.
+        """
+        sizes: dict[str, Any] = {name: self._local_size(given, name) if n == LOCAL else n for name, n in given.items()}
+        rest = math.prod(n for n in sizes.values() if n != -1)
+        open_ = [name for name, n in sizes.items() if n == -1]
+        if len(open_) == 1 and rest > 0:
+            if self.world % rest:
+                self._refuse(
+                    f"{self.world} processes do not divide by the product of the given axes, {rest}",
+                    sizes,
+                    f"give axes whose product divides {self.world}, or start a multiple of {rest} processes",
+                )
+            sizes[open_[0]] = self.world // rest
+        return sizes
+
+    def check(self, axes: Mapping[str, int]) -> None:
+        """Raises if these processes do not make a mesh of these axes."""
+        size = math.prod(axes.values())
+        if size != self.world:
+            self._refuse(
+                f"a mesh of {size} devices cannot be made from {self.world} processes",
+                axes,
+                f"start it with `torchrun --nproc-per-node {size}`, or give one axis the size -1",
+            )
+
+    def _local_size(self, given: Mapping[str, int | str], name: str) -> int:
+        """The processes of this host that the axes behind this one leave for it: the ranks of a host follow each
+        other."""
+        names = list(given)
+        behind = [given[other] for other in names[names.index(name) + 1 :]]
+        if self.local_world is None:
+            self._refuse("nobody says how many processes a host has", given, "set LOCAL_WORLD_SIZE, or give a number")
+        if LOCAL in behind or -1 in behind:
+            self._refuse(
+                f"{name}='local' is what the axes behind it leave of a host, so they need sizes",
+                given,
+                f"put the axis of size -1 before it: make_mesh(node=-1, {name}='local')",
+            )
+        size, left = divmod(self.num_local, math.prod(behind))  # type: ignore[arg-type]
+        if left or not size:
+            self._refuse(
+                f"the {self.num_local} processes of this host do not divide by the axes behind {name}='local'",
+                given,
+                f"give axes behind it whose product divides {self.num_local}",
+            )
+        if self.world % self.num_local or self.rank % self.num_local != self.local:
+            self._refuse(
+                f"{name}='local' needs as many processes on every host, their ranks one behind the other",
+                given,
+                f"start the same number on every host, e.g. torchrun --nnodes N --nproc-per-node {self.num_local}",
+            )
+        return size
+
+    def _refuse(self, what: str, axes: Mapping[str, int | str], fix: str) -> NoReturn:
+        said = [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {self.world}"]
+        if LOCAL in axes.values():
+            said.append(f"LOCAL_WORLD_SIZE: {self.local_world}, RANK: {self.rank}, LOCAL_RANK: {self.local}")
+        raise FzeroValueError(message("make_mesh", what, said, fix))
