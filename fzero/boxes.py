@@ -109,6 +109,11 @@ class Boxes:
             return max(self.start, other.start) < min(self.stop, other.stop)
         return bool(self.runs(other))
 
+    @property
+    def spans(self) -> list[Range]:
+        """The ranges of the flattened whole leaf that these are, in their order."""
+        return [(there, there + n) for _, there, n in self.runs(whole(self.shape))]
+
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """These elements of the whole leaf, 1-D; where they lie, if they lie one behind the other."""
         for dim, ranges in enumerate(self.ranges):

@@ -11,6 +11,7 @@ import torch
 from cuts import cut_dims
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import fzero as fz
 from fzero import optim
@@ -124,12 +125,11 @@ WAYS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     **{rules: ({"model": 2}, [cut_dims("model", **RULES[rules]), fz.data_parallel(axis="model")]) for rules in RULES},
     **{
         f"{rules} x {name}": ({"data": 2, "model": 2}, [cut_dims("model", **RULES[rules]), *zero])
-        for rules in RULES
-        for name, zero in {
-            "params": [fz.shard_params(), fz.data_parallel(axis="model")],
-            "grads": [fz.shard_grads(), fz.data_parallel(axis="model")],
-            "params over both": [fz.shard_params(axis=("data", "model"))],
-        }.items()
+        for rules, name, zero in (
+            ("columns", "both", [fz.shard_params(axis=("data", "model"))]),
+            ("groups", "params", [fz.shard_params(), fz.data_parallel(axis="model")]),
+            ("rows", "grads", [fz.shard_grads(), fz.data_parallel(axis="model")]),
+        )
     },
     "model outside": (
         {"model": 2, "data": 2},
@@ -167,10 +167,9 @@ def off(a: Any, b: Any) -> float:
     return max((x - y).norm().item() / max(y.norm().item(), 1e-9) for x, y in pairs if x.is_floating_point())
 
 
-def went(ways: list[str], *more: Any, root: str = "") -> list[Any]:
-    """On every rank, by way: whether the state that it begins with is the plain step's to the bit, made by a function
-    and cut from whole values; how far off it is after some batches; and, with a root, whether what it saves and every
-    other way has saved is restored to the bit."""
+def went(ways: list[str], *more: Any, root: str = "", weights: str = "") -> list[Any]:
+    """On every rank, by way: whether the state that it begins with is the plain step's to the bit, made by a function,
+    cut from whole values and read from files, and restored as it was saved; and whether it trains as that does."""
     mesh, plain, out = fz.make_mesh(**WAYS[ways[0]][0]), step("one rank"), []
     begun, want = plain.init(init, fz.random.key(5)), plain.init(init, fz.random.key(5))
     for batch in batches():
@@ -179,6 +178,8 @@ def went(ways: list[str], *more: Any, root: str = "") -> list[Any]:
         train = fz.compile(step(way, *more), mesh, backend="eager")
         state = train.init(init, fz.random.key(5))
         right = same(train.gather(state), begun) and same(train.gather(train.init(begun.params)), begun)
+        if weights:
+            right = right and same(train.gather(train.load(weights, init)), begun)
         rows = 16 // mesh.size
         for batch in batches():
             state, seen = train(state, batch[mesh.rank * rows :][:rows])
@@ -201,8 +202,10 @@ ALL = [{"data": 1}, {"data": 2}, {"model": 2}, {"data": 2, "model": 2}, {"model"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("axes", ALL[1:], ids=str)
-def test_a_state_begins_and_trains_as_that_of_one_process(run_ranks, axes):
-    for found in run_ranks(math.prod(axes.values()), went, on(axes)):
+def test_a_state_begins_and_trains_as_that_of_one_process(run_ranks, tmp_path, axes):
+    params, weights = init(fz.random.key(5)), str(tmp_path / "model.safetensors")
+    save_file(dict(zip(fz.tree.names(params), fz.tree.leaves(params), strict=True)), weights)
+    for found in run_ranks(math.prod(axes.values()), went, on(axes), weights=weights):
         assert found == [(way, True, True) for way in on(axes)]
 
 

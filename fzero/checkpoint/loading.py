@@ -139,7 +139,7 @@ def read_leaves(
 
 def held(leaf: Leaf, mesh: Mesh) -> list[tuple[int, int]]:
     """The ranges of the flattened whole leaf that this rank holds, in the order in which they rest."""
-    return [leaf.valid_range(mesh)]
+    return leaf.boxes(mesh).spans
 
 
 def _replicas(leaf: Leaf, mesh: Mesh) -> tuple[str, ...]:
