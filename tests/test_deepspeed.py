@@ -20,9 +20,10 @@ from models import STAGES, batches, gpt_init, gpt_loss, part
 
 import fzero as fz
 from fzero import optim, tree
+from fzero.deepspeed.accelerate import ACCELERATE
 from fzero.deepspeed.optimizer import PARAMS, REFUSED, SCHEDULES
 from fzero.deepspeed.reading import wrong
-from fzero.deepspeed.table import ALIASES, ROWS, SECTIONS
+from fzero.deepspeed.table import ALIASES, DEEPSPEED, ROWS
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 load = fz.deepspeed.load_config
@@ -74,7 +75,7 @@ def schema() -> dict[str, Any]:
 
 def test_every_key_of_the_schema_has_an_answer(schema: dict[str, Any]) -> None:
     whole = {path for path, row in ROWS.items() if row.kind == "any"}
-    known = {*ROWS, *ALIASES, *SECTIONS}
+    known = {*ROWS, *ALIASES, *DEEPSPEED.sections}
     inside = lambda path: any(path.startswith(f"{p}.") for p in whole)  # noqa: E731
     assert not [path for path in schema["paths"] if path not in known and not inside(path)]
     assert {*schema["removed"]} <= {*ROWS}
@@ -597,3 +598,126 @@ def test_it_is_not_imported() -> None:
     code = "import sys, fzero; fzero.deepspeed.load_config; assert 'deepspeed' not in sys.modules, 'deepspeed'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# Accelerate's configuration
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: bf16
+num_processes: 2
+use_cpu: false
+"""
+DS_PLUGIN = (
+    YAML.format(kind="DEEPSPEED")
+    + """
+deepspeed_config:
+  zero_stage: 3
+  gradient_accumulation_steps: 2
+  gradient_clipping: 0.5
+  offload_optimizer_device: cpu
+  offload_param_device: cpu
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+"""
+)
+FSDP_PLUGIN = (
+    YAML.format(kind="FSDP")
+    + """
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_use_orig_params: true
+  activation_checkpointing: true
+"""
+)
+
+
+def accelerated(given: Any, **kwargs: Any) -> Any:
+    settings = {"micro_batch_size": 4, "optimizer": optim.adamw(1e-3), "world": 2} | kwargs
+    return fz.deepspeed.load_accelerate(given, **settings)
+
+
+def test_accelerates_plugins(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(DS_PLUGIN)
+    found = accelerated(path)
+    assert [str(t) for t in found.transforms] == [
+        "mixed_precision(compute='bf16', params='fp32', reduce='fp32')",
+        "shard_params(axis='data')",
+        "offload('cpu', ('opt_state', 'params'))",
+        "accumulate(num_micro_batches=2)",
+    ]
+    assert found.optimizer_text == "skip_nonfinite(chain(clip_by_global_norm(0.5), the caller's))"
+    assert (found.batch_size, found.source) == (16, str(path))
+    path.write_text(FSDP_PLUGIN)
+    found = accelerated(path, gradient_accumulation_steps=3)
+    assert [str(t) for t in found.transforms[1:]] == [
+        "shard_grads(axis='data')", "accumulate(num_micro_batches=3)", "remat(policy='full')"
+    ]  # fmt: skip
+    assert found.optimizer_text == "the caller's", "nothing is clipped or left out that the script does not"
+    assert "fsdp_config.fsdp_backward_prefetch" in found.report()
+    assert fz.train_step(lambda p, x: x.sum(), optim.sgd(0.1)) != found.train_step(lambda p, x: x.sum())
+
+
+def test_a_file_that_accelerate_names(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO | {"zero_optimization": ZERO["zero2"]}))
+    given = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"}
+    given["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.json")}
+    names = ("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_min_lr")
+    auto = dict(zip(names, (1e-3, 1e-3, 0), strict=True)) | {"gradient_clipping": 1.0, "train_batch_size": 8}
+    auto |= {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8, "optimizer.params.weight_decay": 0.1}
+    auto |= {"scheduler.params.total_num_steps": 100, "scheduler.params.warmup_num_steps": 10}
+    found = accelerated(given, auto=auto, optimizer=None)
+    assert found.batch_size == 8 and "shard_grads(axis='data')" in map(str, found.transforms)
+    given["deepspeed_config"]["zero_stage"] = 3
+    with pytest.raises(FzeroValueError, match="Accelerate refuses both"):
+        accelerated(given, auto=auto)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"distributed_type": "TPU"}, "distributed_type='TPU': must be one of"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8': must be one of"),
+        ({"fsdp_conf": {}}, "did you mean 'fsdp_config'"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "axis='replica'"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_stategy": 1}}, "fsdp_sharding_strategy"),
+        ({"distributed_type": "FSDP", "deepspeed_config": {"zero_stage": 2}}, "distributed_type is FSDP"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"enable_msamp": True}}, "8 bits are fz.fp8's"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "cpu"}}, "needs stage 3"),
+        ({"megatron_lm_config": {"tp_degree": 2}}, "megatron_lm_config"),
+    ],
+)
+def test_accelerates_mistakes(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(FzeroValueError) as error:
+        accelerated(given)
+    assert says in str(error.value)
+
+
+def test_every_key_of_accelerate_has_an_answer() -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("Accelerate is not installed")
+    code = """
+import dataclasses, json
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DeepSpeedPlugin
+flags = [a.dest for a in launch_command_parser()._actions]
+print(json.dumps([[f.name for f in dataclasses.fields(ClusterConfig)], flags,
+                  [f.name for f in dataclasses.fields(DeepSpeedPlugin)]]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    top, flags, plugin = json.loads(done.stdout.splitlines()[-1])
+    known = {*ACCELERATE.rows, *ACCELERATE.sections}
+    assert not [name for name in top if name not in known]
+    assert not [name for name in flags if name[:5] == "fsdp_" and f"fsdp_config.{name}" not in known]
+    assert not [name for name in flags if name[:10] == "deepspeed_" and f"deepspeed_config.{name}" not in known]
+    assert not [name for name in plugin if name not in ("hf_ds_config", "is_train_batch_min")
+                and f"deepspeed_config.{name}" not in known]  # fmt: skip

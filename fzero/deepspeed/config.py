@@ -15,7 +15,7 @@ from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
 from fzero.deepspeed.reading import DTYPES, Decision, Settings, read_file, settings
 from fzero.deepspeed.table import MEANING
-from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.errors import FzeroError
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.loss_scale import LossScale
 from fzero.step import Step, compose, train_step
@@ -171,10 +171,8 @@ def load_config(
     transforms = [*_precision(found), *_stage(found), *_offload(found), *_activations(found)]
     transforms += [accumulate(num_micro_batches=num)] if num > 1 else []
     made = optimizers.make(found, optimizer, _clipping(found), _skips(found))
-    if found.problems or made is None:
-        problems = list(dict.fromkeys(found.problems))
-        what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise FzeroValueError(message("deepspeed", what, problems, "correct these keys; every other is understood"))
+    found.check(source)
+    assert made is not None, "or there was a problem"
     return Config(
         source, tuple(transforms), made.optimizer, made.schedule, total, micro, num, tuple(found.decisions), made.text
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.arguments import shown
-from fzero.deepspeed.table import ALIASES, NOTE, REFUSED, ROWS, SECTIONS, Row
+from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, Row, Table
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 
 _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
@@ -64,6 +64,13 @@ class Settings:
 
     def refuse(self, path: str, says: str) -> None:
         self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
+
+    def check(self, source: str) -> None:
+        """Raises if something is wrong, all of it at once."""
+        if self.problems:
+            problems = list(dict.fromkeys(self.problems))
+            what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
+            raise FzeroValueError(message("deepspeed", what, problems, "correct these keys; every other is understood"))
 
 
 def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -126,17 +133,17 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return found
 
 
-def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> Settings:
+def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: Table = DEEPSPEED) -> Settings:
     """The values of a configuration, "auto" filled in, and what its keys are answered, but for what several of them
     mean together."""
     out, auto = Settings(), _plain(auto, "auto")
     written: dict[str, str] = {}
-    for path, value in _leaves(given, out):
-        at = ALIASES.get(path, path)
+    for path, value in _leaves(given, out, table):
+        at = table.aliases.get(path, path)
         if at in written:
             out.problems.append(f"{path} and {written[at]}: one key under two names")
         written[at] = path
-        row = ROWS[at]
+        row = table.rows[at]
         if value == "auto" and "auto" not in row.kind and row.kind not in ("any", "count~", "texts~"):
             if at not in auto and row.answer != NOTE:
                 out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
@@ -149,8 +156,8 @@ def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> Settings:
             continue
         out.values[at] = value
         _answer(out, path, row, value)
-    unknown = [name for name in auto if name not in ROWS]
-    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name)}" for name in unknown]
+    unknown = [name for name in auto if name not in table.rows]
+    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name, table)}" for name in unknown]
     return out
 
 
@@ -167,36 +174,36 @@ def _off(value: Any) -> bool:
     return isinstance(value, dict) and value.get("enabled") is False
 
 
-def _leaves(given: Mapping[str, Any], out: Settings, under: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(given: Mapping[str, Any], out: Settings, table: Table, under: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in given.items():
         path = f"{under}{key}"
-        if path in SECTIONS and isinstance(value, Mapping):
-            yield from _leaves(value, out, f"{path}.")
+        if path in table.sections and isinstance(value, Mapping):
+            yield from _leaves(value, out, table, f"{path}.")
         elif path == "zero_optimization" and isinstance(value, bool):
             yield "zero_optimization.stage", int(value)
-        elif path in SECTIONS and value is not None:
-            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_keys(path)[0]!r}: ...}}")
-        elif path in ROWS or path in ALIASES:
+        elif path in table.sections and value is not None:
+            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_keys(path, table)[0]!r}: ...}}")
+        elif path in table.rows or path in table.aliases:
             yield path, value
-        elif path not in SECTIONS:
-            out.problems.append(f"{path}: unknown{_nearest(path)}")
+        elif path not in table.sections:
+            out.problems.append(f"{path}: unknown{_nearest(path, table)}")
 
 
-def _keys(section: str) -> list[str]:
+def _keys(section: str, table: Table) -> list[str]:
     """The names of the keys of a section ("": the top)."""
     at = f"{section}." if section else ""
-    names = (path[len(at) :].partition(".")[0] for path in (*ROWS, *ALIASES) if path.startswith(at))
+    names = (path[len(at) :].partition(".")[0] for path in (*table.rows, *table.aliases) if path.startswith(at))
     return list(dict.fromkeys(names))
 
 
-def _nearest(path: str) -> str:
+def _nearest(path: str, table: Table) -> str:
     """Words about the key that may have been meant: one of that name in another section, or one with a like name."""
     section, _, name = path.rpartition(".")
-    known = dict.fromkeys((*ROWS, *SECTIONS))
+    known = dict.fromkeys((*table.rows, *sorted(table.sections)))
     elsewhere = [p for p in known if p.rpartition(".")[2] == name]
     if 0 < len(elsewhere) <= _ELSEWHERE:
         return f": it belongs at {' or '.join(elsewhere)}"
-    if near := difflib.get_close_matches(name, _keys(section), n=1, cutoff=0.6):
+    if near := difflib.get_close_matches(name, _keys(section, table), n=1, cutoff=0.6):
         return f": did you mean {near[0]!r}?"
     by_name = {p.rpartition(".")[2]: p for p in known}
     near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)

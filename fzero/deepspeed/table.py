@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 MEANING, NOTE, REFUSED = "meaning", "note", "refused"
@@ -305,7 +306,22 @@ note autotuning | read only where the section is enabled, which is refused
 """
 
 
-def _rows(text: str) -> dict[str, Row]:
+@dataclass(frozen=True)
+class Table:
+    """The rows of a configuration by the paths of its keys, and the other names of some."""
+
+    rows: dict[str, Row]
+    aliases: dict[str, str]
+
+    @cached_property
+    def sections(self) -> set[str]:
+        """The paths that hold keys."""
+        paths = (*self.rows, *self.aliases)
+        return {path.rsplit(".", n)[0] for path in paths for n in range(1, path.count(".") + 1)}
+
+
+def rows(text: str) -> dict[str, Row]:
+    """Reads rows, by path, off a text as those above and below."""
     found = {}
     for paragraph in re.split(r"\n(?=\w)", text.strip()):
         head, *lines = re.sub(r"\n {4}", " ", paragraph).split("\n")
@@ -320,7 +336,7 @@ def _rows(text: str) -> dict[str, Row]:
     return found
 
 
-ROWS: dict[str, Row] = _rows(_TABLE)
+ROWS = rows(_TABLE)
 """The answer to each key, by its path."""
 
 _STAGE_3 = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
@@ -335,5 +351,4 @@ ALIASES: dict[str, str] = {
 }
 """Keys that DeepSpeed reads under two names: the path under the one, and the path of the row."""
 
-SECTIONS = {path.rsplit(".", n)[0] for path in (*ROWS, *ALIASES) for n in range(1, path.count(".") + 1)}
-"""The paths that hold keys."""
+DEEPSPEED = Table(ROWS, ALIASES)
