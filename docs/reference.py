@@ -23,6 +23,7 @@ ROOMS = {
     "fz.data": ("fzero.data", "Batches"),
     "fz.tree": ("fzero.tree", "Pytrees"),
     "fz.checkpoint": ("fzero.checkpoint", "Checkpoints"),
+    "fz.hf": ("fzero.hf", "Hugging Face models"),
     "fz.testing": ("fzero.testing", "Checks"),
     "fz.deepspeed": ("fzero.deepspeed", "DeepSpeed's configuration"),
     "fz.errors": ("fzero.errors", "Errors"),

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero import checkpoint, data, deepspeed, errors, optim, random, testing, tree
+    from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
     from fzero.build.build import has_compiler
     from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
@@ -96,6 +96,7 @@ __all__ = [
     "fp8",
     "functionalize",
     "has_compiler",
+    "hf",
     "lower",
     "make_mesh",
     "mixed_precision",

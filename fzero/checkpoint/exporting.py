@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from fzero.checkpoint import format
+from fzero.checkpoint.format import Run
 from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
 from fzero.errors import CheckpointError, message
@@ -74,17 +75,31 @@ def export(
         index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})
     ):
         raise damaged(index, problems)
+
+    def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
+        stored = index.leaves[source[entry.name]][1]
+        for block in leaf_bytes(index, source[entry.name]):
+            yield block if stored == entry.dtype else format.as_bytes(block.clone().view(stored).to(entry.dtype))
+
+    return _write(index, out, entries, blocks, max_shard_bytes, tied, "checkpoint.export")
+
+
+def _write(
+    index: Index,
+    out: Path,
+    entries: list[format.Entry],
+    blocks: Callable[[format.Entry], Iterable[torch.Tensor]],
+    max_shard_bytes: int,
+    tied: Mapping[str, str],
+    owner: str,
+) -> list[Path]:
+    """Writes tensors, of which `blocks` has the bytes, as one file, or as several and their index."""
     shards = _shards(entries, max_shard_bytes)
     files = (
         [WEIGHTS]
         if len(shards) == 1
         else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     )
-
-    def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
-        stored = index.leaves[source[entry.name]][1]
-        for block in leaf_bytes(index, source[entry.name]):
-            yield block if stored == entry.dtype else format.as_bytes(block.clone().view(stored).to(entry.dtype))
 
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob(_TEMPORARY + "*"):
@@ -103,10 +118,67 @@ def export(
         format.sync(out)
     except (OSError, format.FormatError) as error:
         what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
-        raise CheckpointError(message("checkpoint.export", what, [f"{type(error).__name__}: {error}"], fix)) from error
+        raise CheckpointError(message(owner, what, [f"{type(error).__name__}: {error}"], fix)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / file for file in files]
+
+
+def export_tensors(
+    path: str | os.PathLike[str],
+    out: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[Run]]],
+    prefix: str,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+) -> list[Path]:
+    """As `export`, of tensors that are made up of runs of leaves: by their names the shape and the runs.
+
+    Those whose runs follow each other in one leaf are best one behind the other: a leaf is read on from where it was
+    read to, or once more from its beginning.
+    """
+    index = describe(path)
+    _check_arguments(index, out, "", max_shard_bytes, dtype)
+
+    def entry(name: str) -> format.Entry:
+        shape, runs = tensors[name]
+        stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
+        return format.Entry(name, dtype if dtype is not None and stored.is_floating_point else stored, shape)
+
+    reading = _InOrder(index)
+
+    def blocks(one: format.Entry) -> Iterator[torch.Tensor]:
+        for run in tensors[one.name][1]:
+            stored = index.leaves[prefix + run.key][1]
+            for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
+                yield block if stored == one.dtype else format.as_bytes(block.clone().view(stored).to(one.dtype))
+
+    return _write(index, out, [entry(name) for name in tensors], blocks, max_shard_bytes, {}, "hf.save_pretrained")
+
+
+class _InOrder:
+    """Ranges of leaves, read on from where the last one ended while they follow each other."""
+
+    def __init__(self, index: Index):
+        self._index = index
+        self._name, self._at = "", 0  # of the block that is there, and where it begins, in bytes
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._blocks: Iterator[torch.Tensor] = iter(())
+
+    def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The bytes of elements `start` to `stop` of a leaf."""
+        size = self._index.leaves[name][1].itemsize
+        start, stop = start * size, stop * size
+        if name != self._name or start < self._at:
+            self._name, self._at, self._blocks = name, 0, iter(leaf_bytes(self._index, name))
+            self._block = torch.empty(0, dtype=torch.uint8)
+        while start < stop:
+            end = self._at + self._block.numel()
+            if start >= end:
+                self._at, self._block = end, next(self._blocks)
+                continue
+            yield self._block[start - self._at : min(stop, end) - self._at]
+            start = min(stop, end)
 
 
 def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:

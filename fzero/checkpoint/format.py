@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +58,15 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+class Run(NamedTuple):
+    """Elements `start` to `stop` of a flattened tensor: those of the flattened tensor `key` from element `at` on."""
+
+    start: int
+    stop: int
+    key: str
+    at: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import agree
-from fzero.checkpoint.format import Entry, FormatError
+from fzero.checkpoint.format import Entry, FormatError, Run
 from fzero.checkpoint.importing import entries_of
 from fzero.checkpoint.index import show
 from fzero.comm.collectives import gather
@@ -32,15 +32,6 @@ WINDOW = 4 << 20  # bytes, of all ranks that hold the same
 _PART = 1 << 20  # bytes that are converted at a time
 _ALIGNED = 16  # bytes: no element of any dtype lies across the border of two windows
 _THREADS = 4
-
-
-class Run(NamedTuple):
-    """Elements `start` to `stop` of a flattened leaf: those of the stored tensor `key`, from element `at` on."""
-
-    start: int
-    stop: int
-    key: str
-    at: int
 
 
 Sources = Mapping[str, Sequence[Run]]

@@ -1,0 +1,197 @@
+"""Makes models of the library from their directories and configurations, as functions of their tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import random, tree
+from fzero.checkpoint.loading import Sources, Weights
+from fzero.errors import CheckpointError, message
+from fzero.hf import conversions
+from fzero.modules.functionalize import Functional
+
+
+class Pretrained(Functional):
+    """A model of the library as functions of its tensors. Made by `from_pretrained` and `from_config`.
+
+    Attributes:
+        module: the library's model, on the meta device if it was made from a directory. Its configuration is
+            `module.config`.
+        directory: where it came from; None without one.
+
+    Example:
+        >>> import transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        functionalize(GPT2LMHeadModel, 30 tensors, 2 blocks)
+    """
+
+    def __init__(self, module: Any, directory: Path | None, **settings: Any):
+        super().__init__(module, settings.pop("blocks", None), settings.pop("mutable", ()))
+        self.module, self.directory = module, directory
+
+    def sources(self, weights: Weights) -> Sources:
+        """The runs of stored tensors that make up each leaf, as the library would convert them."""
+        config = _json(weights.path, "config.json") if weights.path.is_dir() else {}
+        theirs, ours = config.get("model_type"), self.module.config.model_type
+        if theirs not in (None, ours):
+            what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
+            raise CheckpointError(message("load", what, fix="give the directory that the model was made from"))
+        _check_unquantized(weights.path, config)
+        return conversions.sources(self.module, weights)
+
+    def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The values with which the library begins: weights that no file has, buffers that are computed.
+
+        Raises:
+            CheckpointError: leaves that the library gives no value.
+        """
+        out, problems = {}, []
+        for number, name in enumerate(names):
+            seed = int(random.fold_in(key.cpu(), number)[0]) % 2**31
+            owner, _, attribute = name.rpartition(".")
+            first, again = (self._begun(owner, attribute, seed, fill) for fill in (0, 1))
+            if torch.equal(first, again):
+                out[name] = first
+            else:
+                problems.append(f"{name} ({tree.describe(first)})")
+        if problems:
+            what = f"{type(self.module).__name__} gives no first values to leaves that no file has"
+            raise CheckpointError(message("load", what, problems, "give values: train.load(path, params)"))
+        return out
+
+    def _begun(self, owner: str, attribute: str, seed: int, fill: int) -> torch.Tensor:
+        """A tensor of a submodule as the library initialises it, over memory that held this number."""
+        part = self.module.get_submodule(owner)
+        one = copy.copy(part)
+        one._parameters, one._buffers = dict(part._parameters), dict(part._buffers)
+        for held in (one._parameters, one._buffers):
+            for name, x in held.items():
+                if x is not None:
+                    value = torch.full(x.shape, fill, dtype=x.dtype, device="cpu")
+                    held[name] = torch.nn.Parameter(value, False) if held is one._parameters else value
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            self.module._init_weights(one)
+        return getattr(one, attribute).detach()
+
+
+def from_pretrained(
+    cls: Any, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Pretrained:
+    """A model of a directory that the library wrote, without its weights: they come with `train.load(path)`.
+
+    Args:
+        cls: a class of the library: `AutoModelForCausalLM`, `ViTForImageClassification`.
+        path: a local directory.
+        dtype: of the parameters; by default fp32, whatever the files have.
+        settings: `blocks` and `mutable` of `fz.functionalize`; others are the model's configuration
+            (`attn_implementation="eager"`, `num_labels=3`).
+
+    Raises:
+        CheckpointError: a directory that is missing, has no configuration, is of another architecture, or quantised.
+
+    Example:
+        >>> import tempfile, torch, transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> path = tempfile.mkdtemp()
+        >>> transformers.GPT2LMHeadModel(config).save_pretrained(path)
+        >>> model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, path)
+        >>> step = model.train_step(fz.optim.adamw(1e-3))
+        >>> train = fz.compile(fz.shard_params(step), fz.make_mesh(data=1), backend="eager")
+        >>> state = train.load(path)
+        >>> fz.hf.save_pretrained(path + "/out", model, state)[0].name
+        'model.safetensors'
+    """
+    from transformers import AutoConfig
+
+    path = Path(path)
+    found = _json(path, "config.json")
+    if not found:
+        what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a directory"
+        raise CheckpointError(
+            message("hf.from_pretrained", what, fix="give a local directory that save_pretrained wrote")
+        )
+    _check_unquantized(path, found)
+    own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
+    wanted = getattr(getattr(cls, "config_class", None), "model_type", None)
+    if wanted and wanted != found.get("model_type"):
+        what = f"{path} is a directory of {found.get('model_type')!r}, {cls.__name__} is of {wanted!r}"
+        raise CheckpointError(
+            message("hf.from_pretrained", what, fix="give the class, or AutoModelFor..., of the directory")
+        )
+    implementation = {k: settings.pop(k) for k in ("attn_implementation", "experts_implementation") if k in settings}
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, **settings)
+        with torch.device("meta"):
+            module = _made(cls, config, dtype, **implementation)
+    except (ValueError, OSError, KeyError) as error:
+        text = str(error).splitlines()[0]
+        fix = f"give a class that takes {found.get('model_type')!r}: {', '.join(found.get('architectures') or ['?'])}"
+        what = f"{getattr(cls, '__name__', cls)} cannot be made of {path}"
+        raise CheckpointError(message("hf.from_pretrained", what, [text], fix)) from error
+    if module.can_generate() and (path / "generation_config.json").exists():
+        from transformers import GenerationConfig
+
+        module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return Pretrained(module, path, **own)
+
+
+def from_config(
+    cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any
+) -> Pretrained:
+    """A model with new weights, as the library draws them, the same on every rank.
+
+    Args:
+        cls, dtype, settings: as for `from_pretrained`.
+        config: the library's configuration.
+        seed: of the draws; PyTorch's own generator stays as it is.
+
+    Memory: the whole model on the host of each rank, as of `params` given to `train.init`.
+
+    Example:
+        >>> import transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        >>> len(model.blocks)
+        2
+    """
+    own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Pretrained(_made(cls, copy.deepcopy(config), dtype, **settings), None, **own)
+
+
+def _made(cls: Any, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
+    """A model of a configuration, in training mode, without what only generation needs."""
+    make = getattr(cls, "from_config", None) or cls._from_config
+    module = make(config, dtype=dtype, **settings)
+    return module.train()
+
+
+def _json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((path / name).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            message("hf", f"{path / name} cannot be read", [str(error)], "copy or download it again")
+        ) from None
+    if not isinstance(found, dict):
+        raise CheckpointError(message("hf", f"{path / name} is not a JSON object", fix="copy or download it again"))
+    return found
+
+
+def _check_unquantized(path: Path, config: Mapping[str, Any]) -> None:
+    if quantized := config.get("quantization_config"):
+        how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
+        fix = "write it dequantised by the library first"
+        raise CheckpointError(message("load", f"{path} is quantised ({how}): its numbers have scales", fix=fix))

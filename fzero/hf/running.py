@@ -1,0 +1,109 @@
+"""Runs models of the library with the weights of a sharded state: whole, or layer by layer where they do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import agree, tree
+from fzero.errors import FzeroTypeError, message
+from fzero.hf.models import Pretrained
+from fzero.layout import leaf_of
+from fzero.mesh import Mesh
+from fzero.state import gather
+
+Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
+
+
+def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
+    """A model of the library with the weights of a state, in evaluation mode: for `generate()` and what else takes one.
+
+    Every rank calls it.
+
+    Args:
+        model: of `fz.hf.from_pretrained` or `from_config`.
+        state: a state of its training step, or its parameters, on any tier. It is read, not changed.
+        stream: gather the weights of each layer (`model.blocks`) when it runs, and let go of them behind it. Then all
+            ranks run the model together, with the same inputs, and the state must be as it was. Slow: every token
+            gathers, or reads from disk, the whole model.
+
+    Memory: the whole model on the mesh's device; with `stream` one layer of it and what is in no layer.
+    Communication: one all_gather a sharded leaf; with `stream` those of the layers each time that they run.
+
+    Raises:
+        FzeroTypeError: another kind of model, or a tree that is not the model's.
+
+    Example:
+        >>> import torch, transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        >>> step = fz.shard_params(model.train_step(fz.optim.adamw(1e-3)))
+        >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init(model.params)
+        >>> tokens = fz.hf.module(model, state).generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False)
+        >>> again = fz.hf.module(model, state, stream=True)
+        >>> torch.equal(tokens, again.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False))
+        True
+    """
+    params = getattr(state, "params", state)
+    if not isinstance(model, Pretrained) or tree.names(params) != tree.names(model.params):
+        fix = "give the model that fz.hf.from_pretrained returned, and a state of its training step"
+        raise FzeroTypeError(message("hf.module", "this is not a state of the model", fix=fix))
+    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
+
+    def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: _whole(flat[name], mesh) for name in names}
+
+    made = copy.deepcopy(model.module).to("meta").eval()
+    slots = _slots(made, flat)
+    layers = {name: made.get_submodule(name) for name in model.blocks} if stream else {}
+    inside = {path: name for path in slots for name in layers if path.startswith(f"{name}.")}
+    _fill(slots, gathered, [path for path in slots if path not in inside])
+    for name, layer in layers.items():
+        mine = [path for path in slots if inside.get(path) == name]
+        layer.register_forward_pre_hook(lambda *_, mine=mine: _fill(slots, gathered, mine))
+        layer.register_forward_hook(lambda *_, mine=mine: _empty(slots, mine))
+    return made
+
+
+def _whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    if mesh is None:
+        return tensor.detach()
+    with mesh.alone("gather"), agree.unbroken(mesh):
+        return gather.whole(tensor, mesh).to(mesh.device)
+
+
+def _slots(made: Any, flat: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str, str]]:
+    """By path each place of a model that holds a tensor: its module, its attribute and the leaf that it is."""
+    tied = dict(getattr(made, "all_tied_weights_keys", None) or {})
+    out = {}
+    for prefix, part in made.named_modules():
+        for attribute in [*part._parameters, *part._buffers]:
+            path = f"{prefix}.{attribute}".removeprefix(".")
+            if getattr(part, attribute) is not None:
+                out[path] = part, attribute, path if path in flat else tied.get(path, path)
+    return out
+
+
+def _fill(slots: dict[str, tuple[Any, str, str]], gathered: Gathered, paths: Sequence[str]) -> None:
+    values: dict[str, torch.Tensor] = {}
+    for path in paths:
+        part, attribute, leaf = slots[path]
+        if leaf not in values:
+            values |= gathered([leaf])
+        if attribute in part._parameters:
+            part._parameters[attribute] = torch.nn.Parameter(values[leaf], requires_grad=False)
+        else:
+            part._buffers[attribute] = values[leaf]
+
+
+def _empty(slots: dict[str, tuple[Any, str, str]], paths: Sequence[str]) -> None:
+    for path in paths:
+        part, attribute, _ = slots[path]
+        held = part._parameters if attribute in part._parameters else part._buffers
+        meta = torch.empty_like(held[attribute], device="meta")
+        held[attribute] = torch.nn.Parameter(meta, requires_grad=False) if held is part._parameters else meta

@@ -1,0 +1,145 @@
+"""Writes directories that the library's `from_pretrained` reads, from a sharded state, within bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint import saving
+from fzero.checkpoint.exporting import export_tensors
+from fzero.checkpoint.ranks import together, world
+from fzero.errors import CheckpointError, FzeroTypeError, message
+from fzero.hf import conversions
+from fzero.hf.models import Pretrained
+
+logger = logging.getLogger("fzero")
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+"""Files beside the weights that say how a model's inputs are made."""
+
+
+class _Parameters(NamedTuple):
+    step: int
+    params: Any
+
+
+def save_pretrained(
+    path: str | os.PathLike[str],
+    model: Pretrained,
+    state: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Writes a directory that the library's `from_pretrained` reads: the weights under the names, and in the forms, in
+    which the library itself writes them, the configuration, that of generation, and the files of the tokenizer.
+
+    Every rank calls it; it returns when the directory is complete, with the files of weights.
+
+    Args:
+        path: a directory on a filesystem that all ranks share; made if it is not there.
+        model: of `fz.hf.from_pretrained` or `from_config`.
+        state: a state of its training step, or its parameters, on any tier.
+        tokenizer: one of the library's, or a processor; or a directory whose files are copied. By default those of the
+            directory that the model came from, if there are any.
+        dtype: floating-point tensors are converted to it.
+        max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
+
+    Memory: buffers of 16 MiB. The disk holds the weights twice for a while: every rank writes its shards, and the first
+        makes the files of them.
+    Communication: that of `fz.checkpoint.save`.
+
+    Raises:
+        FzeroTypeError: another kind of model, or a tree that is not the model's.
+        CheckpointError: a directory that holds a model already or cannot be written, a tokenizer that is not there,
+            weights whose stored form takes rows apart.
+
+    Example:
+        >>> import tempfile, transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        >>> train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init(model.params)
+        >>> [file.name for file in save_pretrained(tempfile.mkdtemp(), model, state)]
+        ['model.safetensors']
+    """
+    if not isinstance(model, Pretrained):
+        fix = "fz.hf.from_pretrained(...); of other modules fz.checkpoint.export writes the weights"
+        raise FzeroTypeError(
+            message("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
+        )
+    params, out, ranks = getattr(state, "params", state), Path(path), world()
+    if tree.names(params) != tree.names(model.params):
+        fix = "give the state of this model's training step"
+        raise FzeroTypeError(message("hf.save_pretrained", "this is not a state of the model", fix=fix))
+    tensors = conversions.stored(model.module)
+    temporary = out / ".tmp-parameters"
+
+    def prepare() -> None:
+        if ranks.rank:
+            return
+        _check_tokenizer(tokenizer)
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if held := sorted(p.name for p in out.glob("*.safetensors*")):
+            what, fix = f"{out} holds a model already: {held[0]}", "give another directory, or remove it"
+            raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+
+    files: list[Path] = []
+
+    def write() -> list[Path]:
+        if ranks.rank == 0:
+            files.extend(export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype))
+            module = model.module
+            floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
+            module.config.architectures = [type(module).__name__]
+            module.config.dtype = str(dtype or next(floats, torch.float32)).removeprefix("torch.")
+            module.config.save_pretrained(out)
+            if module.can_generate():
+                module.generation_config.save_pretrained(out)
+            _save_tokenizer(tokenizer, model.directory, out)
+        return files
+
+    what = f"cannot save to {out}"
+    together(ranks, "hf.save_pretrained", what, prepare)
+    try:
+        saving.save(temporary, _Parameters(0, params))
+        return together(ranks, "hf.save_pretrained", what, write)[0]
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
+        return
+    path = Path(tokenizer)
+    if not any((path / name).is_file() for name in TOKENIZER):
+        what = f"{path} has no files of a tokenizer" if path.is_dir() else f"{path} is not a directory"
+        fix = f"give a tokenizer, or a directory with one: {', '.join(TOKENIZER[:3])}, ..."
+        raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path | None, out: Path) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(out)
+        return
+    source = Path(tokenizer) if tokenizer is not None else directory
+    names = [name for name in TOKENIZER if source is not None and (source / name).is_file()]
+    for name in names:
+        assert source is not None
+        shutil.copyfile(source / name, out / name)
+    if not names:
+        logger.info("fzero.hf: %s has no tokenizer: give one, tokenizer=, if the model has one", out)
