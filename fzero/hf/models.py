@@ -30,7 +30,7 @@ class Pretrained(Functional):
         >>> import transformers, fzero as fz
         >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
         >>> fz.hf.from_config(transformers.AutoModelForCausalLM, config)
-        functionalize(GPT2LMHeadModel, 30 tensors, 2 blocks)
+        functionalize(GPT2LMHeadModel, 28 tensors, 2 blocks)
     """
 
     def __init__(self, module: Any, directory: Path | None, **settings: Any):
