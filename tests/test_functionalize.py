@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -409,6 +410,41 @@ def test_frozen_parameters_have_no_optimizer_state():
     assert not [n for n in named(state.opt_state) if "layers" in n]
     after = named(train.gather(state).params)
     assert all(torch.equal(x, after[n]) == n.startswith("layers") for n, x in module.state_dict().items())
+
+
+def frozen() -> list[Any]:
+    module = net()
+    module.layers.requires_grad_(False)
+    model = fz.functionalize(module)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in batch_of().items()}
+    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(model.train_step(optim.adamw(0.1), cross_entropy))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state, losses = train.init(model.params), []
+    for _ in range(2):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"].item())
+    mean = model.eval_step(lambda out, batch: fz.weighted(out.float().sum(), out.numel()))
+    evaluate = compiled(mean, fz.shard_params(), fz.mixed_precision("bf16"))
+    value = evaluate(state.params, batch).item()
+    with tempfile.TemporaryDirectory() if ranks == 1 else contextlib.nullcontext() as folder:
+        if folder is not None:
+            fz.checkpoint.save(folder, state)
+            state = train.restore(folder)
+    before = {n: x.clone() for n, x in module.state_dict().items()}
+    model.write_back(train.gather(state).params)
+    same = {n for n, x in module.state_dict().items() if torch.equal(x, before[n])}
+    assert same == {n for n in before if n.startswith("layers")}, "to the bit, in fp32"
+    return [losses, value, {n: (str(x.dtype), x.numel()) for n, x in named(state.params).items()}]
+
+
+def test_frozen_parameters_rest_in_the_dtype_they_are_computed_in(run_ranks):
+    (losses, value, rests), (others, other, _) = run_ranks(1, frozen)[0], run_ranks(2, frozen)[0]
+    assert losses == pytest.approx(others, rel=2e-2) and value == pytest.approx(other, abs=2e-2)
+    in_layers = {n: dtype for n, (dtype, _) in rests.items() if n.startswith("layers")}
+    assert {n for n, dtype in in_layers.items() if dtype == "torch.float32"} == {f"layers.{i}.scale" for i in range(3)}
+    assert set(in_layers.values()) == {"torch.float32", "torch.bfloat16"}
+    assert rests["head.weight"][0] == rests["embed.weight"][0] == "torch.float32", "masters"
 
 
 # --- refused by name ---

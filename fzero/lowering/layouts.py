@@ -84,11 +84,12 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     mutable = (
         step.mutates(params) if isinstance(step, Step) else [x.role == "mutable" for x in known] or [False] * len(flat)
     )
-    leaves = []
-    for path, x, changes in zip(tree.paths(params, "params"), flat, mutable, strict=True):
-        leaf = Leaf(path, "mutable" if changes else "params", tuple(x.shape), Layout(x.dtype))
-        leaf = leaf.with_layout(dtype=precision.resting_dtype(leaf)) if precision else leaf
-        leaves.append(leaf if changes else _cut(leaf, step, mesh))
+    leaves, frozen = [], _frozen(step, params, known)
+    for i, (path, x) in enumerate(zip(tree.paths(params, "params"), flat, strict=True)):
+        leaf = Leaf(path, "mutable" if mutable[i] else "params", tuple(x.shape), Layout(x.dtype))
+        if precision is not None:
+            leaf = leaf.with_layout(dtype=(precision.frozen_dtype if frozen[i] else precision.resting_dtype)(leaf))
+        leaves.append(leaf if mutable[i] else _cut(leaf, step, mesh))
     check_dims("compile", leaves, mesh)
     leaves = [zero.rests(leaf) for leaf in leaves]
     tied = ties(flat)
@@ -113,6 +114,17 @@ def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
             raise TransformError(message(transform.name, what, fix="cut it over another axis, or by one transform"))
         dims |= cuts
     return leaf.with_layout(axes=tuple(dims), dims=tuple(dims.values()))
+
+
+def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequence[bool]:
+    """For each leaf whether it is a weight that is never updated: one that is not trained, of a function that says
+    which of its leaves are exact; the others are weights. To an evaluation, of which they rest as they are computed."""
+    precision = find(step.transforms, MixedPrecision)
+    if precision is None or step.exact is None:
+        return [False] * len(tree.leaves(params))
+    if isinstance(step, Step):
+        return [not trained for trained in step.trains(params)]
+    return [x.dtype == precision.frozen_dtype(x) for x in known] or [False] * len(tree.leaves(params))
 
 
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:

@@ -227,7 +227,8 @@ class Functional:
             for s in slots:
                 old, new = s.get(), given[s.name]
                 if not old.is_meta:
-                    old.copy_(new)
+                    if not torch.equal(old.to(new.dtype), new.to(old.device)):  # else frozen, and no more than rounded
+                        old.copy_(new)
                 elif isinstance(old, nn.Parameter):
                     s.put(made.setdefault(s.name, nn.Parameter(new.clone().to(old.dtype), old.requires_grad)))
                 else:

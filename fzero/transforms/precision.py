@@ -88,6 +88,12 @@ class MixedPrecision(Transform):
         """The dtype in which a parameter rests that is given as `leaf`."""
         return DTYPES[self.params] if self.selects(leaf) else leaf.dtype
 
+    def frozen_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype in which a weight rests that is never updated: the one it is computed in, unless blocks may be
+        moved to another."""
+        rests = self.resting_dtype(leaf)
+        return rests if self.auto else min(rests, self.compute_dtype(leaf), key=lambda dtype: dtype.itemsize)
+
     @property
     def output_dtype(self) -> torch.dtype | None:
         return None if self.outputs is None else DTYPES[self.outputs]
