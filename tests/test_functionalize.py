@@ -292,6 +292,17 @@ class Draws(nn.Module):
         return y[:, order] * coin + which
 
 
+class Generated(nn.Linear):
+    """Draws from a generator of its own, which every call would go on with."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.rate = 0.1
+
+    def forward(self, x):
+        return super().forward(x) + torch.empty_like(x).uniform_(generator=torch.Generator())
+
+
 def draws() -> list[Any]:
     torch.manual_seed(0)
     model = fz.functionalize(Draws())
@@ -320,6 +331,9 @@ def test_the_share_that_is_dropped():
     assert not torch.equal(kept, other)
     with pytest.raises(fz.errors.TraceError, match="draws random numbers, and is given no key"):
         model.apply([], torch.ones(2, 2))
+    given = fz.functionalize(Generated())
+    with pytest.raises(fz.errors.TraceError, match=r"draws where no key reaches \(aten.uniform_"):
+        given.apply(given.params, torch.ones(2, 4), key=fz.random.key(0))
 
 
 # --- buffers ---

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from fzero import compat, random
+from fzero.errors import TraceError, message
+from fzero.trace.record import draws
 
 aten = torch.ops.aten
 ROWS = 10007
@@ -44,8 +46,8 @@ class _Seeded(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        draws = compat.is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags
-        return self.seeded(func, args, kwargs) if draws else func(*args, **kwargs)
+        seeded = compat.is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags
+        return self.seeded(func, args, kwargs) if seeded else func(*args, **kwargs)
 
 
 class Rehearsal(_Seeded):
@@ -57,7 +59,7 @@ class Rehearsal(_Seeded):
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if func.overloadpacket in _RULES:
+        if func.overloadpacket in _RULES and draws(func, args, kwargs):
             shape = (out[0] if isinstance(out, tuple) else out).shape
             self.dims.append(next((i for i, n in enumerate(shape) if n and n % ROWS == 0), None))
         return out
@@ -87,8 +89,11 @@ class Draws(_Seeded):
         # of a dtype, a schema has a number
         given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value() and a.name != "dtype"}
         given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if rule is None or given.get("generator") is not None or given.get("train") is False:
-            return func(*args, **kwargs)  # which a trace refuses, if it draws
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        if rule is None or given.get("generator") is not None:
+            fix = "give models of transformers attn_implementation='eager', or no dropout in attention; no generator"
+            raise TraceError(message("functionalize", f"draws where no key reaches ({func})", fix=fix))
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:

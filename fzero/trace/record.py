@@ -357,7 +357,7 @@ class Recorder(compat.TorchDispatchMode):
                 message(self.owner, f"traces a function by torch.fx while being traced ({func})", self.here(), fix)
             )
         func = CTC.get(func, func)
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             raise TraceError(
                 message(
                     self.owner,
@@ -592,7 +592,7 @@ def _is_dense(result: Any) -> bool:
     )
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their
     dropout, and what draws in training alone."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
