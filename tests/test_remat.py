@@ -12,7 +12,7 @@ import torch
 from models import MODELS, STAGES, batches, meta, meta_part, part
 
 import fzero as fz
-from fzero import optim
+from fzero import compat, optim
 from fzero.errors import FzeroValueError
 from fzero.passes import remat
 from fzero.passes.remat import rewrite
@@ -272,3 +272,23 @@ def test_fractions_are_one_record_however_written():
     assert fz.remat(step, 1) == fz.remat(1.0)(step) == fz.remat(fz.remat(step, 1.0), 1)
     with pytest.raises(FzeroValueError, match=r"remat\(policy=0.5\)"):
         fz.remat(fz.remat(step, 0.25), 0.5)
+
+
+@pytest.mark.parametrize("budget", [{}, {"memory_budget": "1GB"}], ids=["plain", "under a budget"])
+def test_a_min_cut_is_looked_for_once_a_distinct_block(monkeypatch, budget):
+    """Not for each of its calls, nor for each program that a search makes."""
+    cuts: list[int] = []
+    real = compat.min_cut
+    monkeypatch.setattr(compat, "min_cut", lambda *given: cuts.append(1) or real(*given))
+    inner = fz.block(lambda p, x: torch.tanh(torch.nn.functional.gelu(x @ p["w"])) * x)
+    other = fz.block(lambda p, x: torch.sigmoid(x @ p["w"]).exp())
+
+    def loss(p, x):
+        for layer in p[:-1]:
+            x = inner(layer, x)
+        return other(p[-1], torch.sin(other(p[-1], x))).square().mean()
+
+    params = [{"w": torch.empty(8, 8, device="meta")} for _ in range(9)]
+    step = fz.shard_params(fz.train_step(loss, optim.adamw(1e-3)))
+    fz.lower(step, fz.AbstractMesh(data=2), params, torch.empty(4, 8, device="meta"), **budget)
+    assert len(cuts) == 2
