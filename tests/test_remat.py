@@ -291,4 +291,4 @@ def test_a_min_cut_is_looked_for_once_a_distinct_block(monkeypatch, budget):
     params = [{"w": torch.empty(8, 8, device="meta")} for _ in range(9)]
     step = fz.shard_params(fz.train_step(loss, optim.adamw(1e-3)))
     fz.lower(step, fz.AbstractMesh(data=2), params, torch.empty(4, 8, device="meta"), **budget)
-    assert len(cuts) == 2
+    assert len(cuts) == 3  # the first call of `inner` is another block: its argument needs no gradient
