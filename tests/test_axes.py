@@ -577,6 +577,21 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
         FzeroValueError,
         "no axis 'node'",
     ),
+    "once no leaf": (
+        lambda: built(fz.shard_params(axis=BOTH, where=lambda path, leaf: leaf.numel() > 10**6), fz.once_a_step()),
+        FzeroValueError,
+        "does nothing over axis 'node': no parameter is cut over it",
+    ),
+    "once small leaves": (
+        lambda: built(fz.shard_params(axis=BOTH), fz.once_a_step(), axes={"node": 50, "data": 50}),
+        FzeroValueError,
+        "['up'] (float32[5, 11]): fewer elements than the 2500 shards",
+    ),
+    "a list": (
+        lambda: fz.shard_params(axis=["data", "node"]),  # type: ignore[arg-type]
+        FzeroTypeError,
+        "Fix: e.g. axis=('data', 'node')",
+    ),
     "once nothing": (lambda: fz.once_a_step(gathers=0, reductions=False), FzeroValueError, "leave nothing to do"),
     "share": (lambda: fz.once_a_step(gathers=1.5), FzeroValueError, "not a share of the blocks"),
     "text": (lambda: fz.once_a_step(gathers="all"), FzeroValueError, "not a share of the blocks"),
@@ -592,6 +607,12 @@ def test_refused_by_name(case):
     with pytest.raises(kind, match="Fix: ") as error:
         make()
     assert text in str(error.value)
+
+
+def test_a_plan_says_over_which_axes_gradients_are_reduced_when():
+    said = {way: str(lowered(way, 4).plan) for way in ("once", "params")}
+    assert "reduced over data after every micro-batch, over node once a step" in " ".join(said["once"].split())
+    assert "reduced after every micro-batch" in " ".join(said["params"].split())
 
 
 def test_an_axis_of_one_device_is_no_axis():

@@ -276,9 +276,13 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
             )
         )
     for loop in (line for line in program.lines if line.op == "loop"):
-        shards = any(line.op == "reduce_scatter_start" for line in loop.body)
+        within = {a: None for line in loop.body if line.op == "reduce_scatter_start" for a in line.axes}
+        later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
+        shards = bool(within)
         why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if shards else "reduced once a step"
+        if shards and later:
+            how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
         out.append(
             Decision(
                 "gradients",
@@ -390,6 +394,8 @@ def _listed(breakdown: Mapping[str, int]) -> str:
         f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n
     )
 
+
+_REDUCES = ("reduce_scatter_start", "all_reduce_start")
 
 _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
 

@@ -91,6 +91,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
             leaf = leaf.with_layout(dtype=(precision.frozen_dtype if frozen[i] else precision.resting_dtype)(leaf))
         leaves.append(leaf if mutable[i] else _cut(leaf, step, mesh))
     check_dims("compile", leaves, mesh)
+    zero.check_once(leaves)
     leaves = [zero.rests(leaf) for leaf in leaves]
     tied = ties(flat)
     _check_where(step, leaves, tied)

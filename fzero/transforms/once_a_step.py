@@ -64,6 +64,7 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
         the sums instead of 4P/(L M).
 
     Raises:
+        FzeroTypeError: an `axis` that is not a name, `reductions` that is no flag.
         FzeroValueError: a share that is none; when the program is built, an axis that the mesh does not have, that no
             leaf is sharded over, or that cuts first.
         TransformError: a second, different `once_a_step`; an evaluation.

@@ -4,7 +4,7 @@ all four through one pass: fzero/passes/shard.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -79,6 +79,7 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     Memory: parameters, gradients and optimizer state, whole, on every rank.
 
     Raises:
+        FzeroTypeError: an `axis` that is not a name.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
     Paper: Li et al., PyTorch distributed: experiences on accelerating data parallel training, VLDB 2020.
@@ -204,7 +205,10 @@ def _checked(record: Parallel) -> Parallel:
         problems.append(f"axis={record.axis!r}: an axis is named twice")
     problems += predicate("where", record.where)
     if problems:
-        fix = f"e.g. axis={('data', 'node') if several else 'data'!r}, where=lambda path, leaf: leaf.numel() > 10_000"
+        axis = ("data", "node") if several else "data"
+        if isinstance(record.axis, list) and record.stage and all(isinstance(a, str) for a in record.axis):
+            axis = tuple(record.axis)
+        fix = f"e.g. axis={axis!r}, where=lambda path, leaf: leaf.numel() > 10_000"
         raise FzeroTypeError(message(record.name, "invalid arguments", problems, fix))
     return record
 
@@ -274,6 +278,22 @@ class Zero:
         """The parameter as it rests: a master that is only read to be cast as finely cut as its state."""
         finest = self.opt_state(param)
         return param.with_layout(axes=finest if self.casts(param) else self.params(param), grid=finest)
+
+    def check_once(self, leaves: Sequence[Leaf]) -> None:
+        """Raises if none of these parameters is cut over the axis of `once_a_step`, though a transform names it."""
+        once = self.once
+        cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.records if r.stage > 1]
+        if once is None or not any(once.axis in axes[1:] for axes in cut):
+            return  # there is one rank along it, or along all that cut before it
+        if any(once.axis in self._axes(leaf, 2) for leaf in leaves):
+            return
+        num = max(self.mesh.axis_size(axes) for axes in cut)
+        few = f"fewer elements than the {num} shards"
+        shown = [f"{leaf}: {few if leaf.numel < num else 'left out'}" for leaf in leaves]
+        more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
+        what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
+        fix = "let `where` accept large parameters, or leave once_a_step out"
+        raise FzeroValueError(message("once_a_step", what, [*(f"{r}" for r in self.records), *shown[:5], *more], fix))
 
     def check(self) -> None:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if not {*r.axes} <= {*self.mesh.axes}]
