@@ -8,6 +8,7 @@ import inspect
 import logging
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
@@ -418,8 +419,9 @@ def _own_slots(module: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[Slot,
 
 
 def _rows(values: Any) -> int | None:
-    """The rows of a batch: the length of its first tensor."""
-    return next((x.shape[0] for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x.dim()), None)
+    """The rows of a batch: the length that most of its tensors have."""
+    lengths = Counter(x.shape[0] for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x.dim())
+    return lengths.most_common(1)[0][0] if lengths else None
 
 
 def _snake(name: str) -> str:
