@@ -258,6 +258,7 @@ MUTILATED: list[tuple[str, Any, str]] = [
                            "offload_param": {"device": "nvme", "nvme_path": "/b"}}, "the same directory"),
     ("zero_optimization", {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, "one key under two names"),
     ("fp16", {"enabled": True, "loss_scale_window": 0}, "loss_scale_window=0"),
+    ("fp16", {"enabled": True, "initial_scale_power": 1e30}, "fp16.initial_scale_power=1e+30: a scale is a float32"),
     ("amp", {"enabled": True}, "has removed it"),
     ("compile.passes", ["autotp"], "compile.passes=['autotp']"),
     ("zero_optimization.zenflow", {}, "stale gradients"),
@@ -269,6 +270,17 @@ def test_mutilated(path: str, value: Any, says: str) -> None:
     text = refused(with_(path, value), world=2)
     assert says in text and path.split(".")[0] in text, text
     assert text.startswith("fzero.deepspeed: a dict has ") and "\nFix: " in text
+
+
+ODD: list[Any] = [None, True, 0, -1, 2.5, 1e30, float("nan"), "x", "auto", "", [], [1], {}, {"a": 1}, 10**400]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda x: str(x)[:10])
+def test_any_value_anywhere_is_read_or_refused(value: Any) -> None:
+    for path in (*ROWS, *ALIASES, *DEEPSPEED.sections, "zzz", "zero_optimization.zzz"):
+        base = SMALL if path.startswith("fp16") else with_("fp16.enabled", True)
+        base = {k: v for k, v in base.items() if k != path.split(".")[0]} | {"optimizer": {"type": "AdamW"}}
+        _text(with_(path, value, base))  # raises what is not an FzeroValueError
 
 
 def test_all_problems_at_once() -> None:

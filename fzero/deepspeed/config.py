@@ -273,12 +273,15 @@ def _loss_scale(found: Settings) -> LossScale | float | None:
     get = lambda key, default: found.get(f"fp16.{key}", default)  # noqa: E731
     if get("loss_scale", 0):
         return float(get("loss_scale", 0))
+    if (power := get("initial_scale_power", 16)) > 127:
+        found.refuse("fp16.initial_scale_power", "a scale is a float32, at most 2**127")
+        return None
     found.omitted("fp16.loss_scale", "DeepSpeed counts one step more before the first growth after an overflow")
     scales = _made(
         found,
         "fp16",
         lambda: LossScale(
-            2.0 ** get("initial_scale_power", 16),
+            2.0**power,
             int(get("loss_scale_window", 1000)),
             hysteresis=int(get("hysteresis", 2)),
             consecutive_hysteresis=get("consecutive_hysteresis", False),

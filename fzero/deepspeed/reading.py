@@ -9,8 +9,8 @@ import base64
 import binascii
 import difflib
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +231,7 @@ def _quoted(test: Any, value: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _is_whole(x: Any) -> bool:
