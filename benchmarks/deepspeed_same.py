@@ -37,7 +37,7 @@ def _stage(stage: int, **changes: Any) -> dict[str, Any]:
 
 _L2 = {"type": "Adam", "params": {**_ADAM["params"], "adam_w_mode": False}}
 _SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
-_FAST = {"type": "SGD", "params": {"lr": 1.0}}  # its gradients are larger than 1 in the first steps
+_FAST = {"type": "SGD", "params": {"lr": 1.0}}  # its gradients are larger than 1
 _COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 25, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}}
 _DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 25, "warmup_num_steps": 5, "warmup_max_lr": 0.1}}
 _UNCLIPPED = {key: value for key, value in _BASE.items() if key != "gradient_clipping"}
