@@ -35,8 +35,9 @@ from fzero.runtime.execute import executable
 from fzero.step import EvalStep, check_bare
 from fzero.trace import strides
 from fzero.trace.device import on_device
-from fzero.trace.settings import GLOBAL_GENERATORS, Position, Settings, changes, counted, settings, timed
+from fzero.trace.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
 from fzero.trace.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
+from fzero.trace.value_keys import Position
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 
 from fzero.trace.record import Recorded
-from fzero.trace.settings import exact
 from fzero.trace.storages import storage_of
+from fzero.trace.value_keys import exact
 
 
 @dataclass(frozen=True, eq=False)
