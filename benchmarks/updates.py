@@ -72,7 +72,7 @@ def in_bf16(update: Update) -> Update:
     import torch.fx as fx
 
     from fzero.program.ir import Function
-    from fzero.trace.record import Recorded
+    from fzero.trace.recorder import Recorded
 
     aten, graph, recorded = torch.ops.aten, fx.Graph(), update.function.graph
     copies: dict[fx.Node, fx.Node] = {}

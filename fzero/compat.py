@@ -211,7 +211,7 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     """Names of the forward values that the min-cut partitioner would save for the backward of a joint graph.
 
     The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
-    gradients. Nodes in `recompute` are never saved. No two operations of it are equal (`trace.record.merge_equal`).
+    gradients. Nodes in `recompute` are never saved. No two operations of it are equal (`trace.merge_equal`).
     """
     # a second and 45 MB, which not every step needs
     from torch._functorch import config

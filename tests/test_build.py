@@ -31,7 +31,8 @@ from fzero.build.cache import Cache, Entry, open_cache
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.program.ir import Function
 from fzero.trace.device import on_host, substituted
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 
 CPU = torch.device("cpu")
 N = 48  # more than 1024 elements in a square: a function worth compiling

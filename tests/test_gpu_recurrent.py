@@ -14,7 +14,8 @@ import torch
 from fzero import compat
 from fzero.errors import TraceError
 from fzero.operators import recurrent
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.trace.refusals import plainly
 
 aten = torch.ops.aten

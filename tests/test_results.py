@@ -13,7 +13,8 @@ from fzero import compat
 from fzero import random as fzrandom
 from fzero.errors import TraceError
 from fzero.trace.meta_cache import Remembering, Results
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from fzero.mesh import Mesh
 from fzero.operators import quant_blocks
 from fzero.program.ir import Function
 from fzero.trace.device import by_operation, on_device, on_host, substituted
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
 BACKENDS = ("inductor", "eager")

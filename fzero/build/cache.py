@@ -29,7 +29,7 @@ from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.program.ir import Function
 from fzero.trace import deterministic
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 from fzero.units import parse_bytes
 

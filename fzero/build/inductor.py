@@ -22,7 +22,7 @@ from fzero.errors import FzeroError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.progress import shown
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
 Functions = Mapping[str, tuple[Function, Recorded]]

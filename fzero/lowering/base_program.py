@@ -28,7 +28,8 @@ from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions, Inputs, Lines, run_traced
 from fzero.program.names import Names, identifier
 from fzero.trace import checks
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.trace.untouched import without_gradients
 
 

@@ -25,7 +25,8 @@ from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step, check_batch, check_init, check_params
 from fzero.trace.meta_cache import Remembering
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.transforms import shard
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find

@@ -18,7 +18,7 @@ from torch import nn
 
 from fzero import compat, random
 from fzero.errors import TraceError, message
-from fzero.trace.record import draws
+from fzero.trace.refused_operations import draws
 
 aten = torch.ops.aten
 ROWS = 10007

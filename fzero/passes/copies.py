@@ -15,7 +15,7 @@ import torch.fx as fx
 from fzero.layout import Leaf
 from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Program, Value
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Part, ancestors, views_of
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from fzero.program.attrs import CallAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
 from fzero.trace.merge_equal import merge_equal
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 
 
 def rewrite(program: Program) -> Program:

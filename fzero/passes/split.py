@@ -24,7 +24,7 @@ from fzero import compat
 from fzero.program.lines import Functions
 from fzero.trace.block import Joint
 from fzero.trace.flops import operations
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import ancestors, extract, reached, views_of
 

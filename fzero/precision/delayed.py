@@ -18,7 +18,8 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.operators.scaled_matmul import E4M3, E5M2, scale_of
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import inlined
 
 FORMATS = (E4M3, E5M2)

@@ -37,7 +37,8 @@ from fzero.precision.products import dims, factors, fits, only_multiplied, origi
 from fzero.program.lines import Inputs
 from fzero.trace.block import Joint, call_block, call_vjp
 from fzero.trace.merge_equal import merge_equal
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import extract, inlined, reached
 
 aten = torch.ops.aten

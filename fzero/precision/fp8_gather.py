@@ -25,7 +25,8 @@ from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions, Inputs
 from fzero.program.names import Names, identifier
 from fzero.trace.block import call_block, call_vjp
-from fzero.trace.record import Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 
 
 def in_8_bits(

@@ -18,7 +18,7 @@ import torch
 
 from fzero.boxes import Dim
 from fzero.trace.block import Joint
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 
 # --- what lines of several ops say ---
 

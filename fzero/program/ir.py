@@ -59,7 +59,7 @@ from fzero.boxes import Dim
 from fzero.layout import Layout, Leaf, cut_over, grid_of, over_axes
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, BlockCall, CallAttrs, Counted, Guessed, Over, Repeated, Side, UpdateAttrs
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
 K = TypeVar("K", bound=Attrs)

@@ -20,7 +20,8 @@ from fzero.program.attrs import BlockCall, CallAttrs
 from fzero.program.ir import Function, Line, Value
 from fzero.program.names import Names
 from fzero.trace.block import Blocks, Joint, call_block, call_vjp
-from fzero.trace.record import Recorded, Recorder
+from fzero.trace.functional import finish
+from fzero.trace.recorder import Recorded, Recorder
 from fzero.trace.subgraph import ancestors, extract, signature, views_of
 
 
@@ -85,7 +86,7 @@ def run_traced(
     with mode:
         with recorder.recording(), blocks.active():
             outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]
-        graph = recorder.finish_pure(outputs)
+        graph = finish(recorder, outputs)
     graph.graph.eliminate_dead_code()
     return graph
 

@@ -23,8 +23,10 @@ from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.random import DERIVE
 from fzero.step import Step
+from fzero.trace.functional import AGAIN
 from fzero.trace.propagate import Sharded, aten, constants_for_shapes, cut, propagate
-from fzero.trace.record import AGAIN, Recorded, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Part, ancestors
 
 PART = 32 << 20

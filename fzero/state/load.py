@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 
 logger = logging.getLogger("fzero")
 

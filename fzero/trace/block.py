@@ -25,8 +25,10 @@ from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, TraceError, message
 from fzero.trace import checks
+from fzero.trace.functional import functional
 from fzero.trace.merge_equal import merge_equal
-from fzero.trace.record import Recorded, Recorder, functional, record
+from fzero.trace.record import record
+from fzero.trace.recorder import Recorded, Recorder
 from fzero.trace.settings import Settings, changes, settings
 from fzero.trace.subgraph import Part
 from fzero.trace.subgraph import signature as function_signature
@@ -281,7 +283,7 @@ class Blocks:
         values = [*given, *outputs]
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:
-                self.recorder.share([values[first], values[i]], owner)
+                self.recorder.memory.share([values[first], values[i]], owner)
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
 
     def _read_outside(self, fn: Any) -> Settings:

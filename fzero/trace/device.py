@@ -17,8 +17,9 @@ from fzero import compat
 from fzero.operators.index_sums import IN_ORDER
 from fzero.operators.recurrent import LSTM
 from fzero.operators.scaled_matmul import multiply, scaled_mm
+from fzero.trace.functional import AGAIN
 from fzero.trace.norms import NORMS
-from fzero.trace.record import AGAIN, Recorded, Recorder
+from fzero.trace.recorder import Recorded, Recorder
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from types import CodeType
 from typing import Any
 
 from fzero.errors import TraceError, message
-from fzero.trace.refusals import is_library, line
 from fzero.trace.settings import settings
+from fzero.trace.user_lines import is_library, line
 
 
 def check_types(owner: str, fn: Any) -> None:

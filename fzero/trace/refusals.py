@@ -10,26 +10,17 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import linecache
-import os
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
-from fzero.operators.ctc import CTC_LOSS, with_tensors
-from fzero.trace import checks
-
-Place = tuple[str, int]
-"""A file and a line of it."""
+from fzero.trace.argument_memory import ArgumentMemory
+from fzero.trace.user_lines import is_library, line
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,14 @@ class Traced(Protocol):
     failure: Failure | None
     refused: Exception | None
     in_place: dict[str, None]
+    memory: ArgumentMemory
 
     @property
     def owner(self) -> str: ...
 
     def where(self) -> str | None: ...
 
-    def here(self) -> list[str]: ...
+    def here(self, *lines: str) -> list[str]: ...
 
     def remembering(self) -> AbstractContextManager[None]: ...
 
@@ -63,141 +55,14 @@ class Traced(Protocol):
 
     def named(self, tensor: torch.Tensor) -> str | None: ...
 
-    def check_layout(self, tensor: torch.Tensor) -> None: ...
+    def layout_guessed(self, tensor: torch.Tensor) -> bool: ...
 
-    def check_read(self, what: str, tensor: torch.Tensor) -> None: ...
-
-
-def user_place(outside: FrameType | None) -> Place | None:
-    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the
-    standard library's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
-
-
-def asking_frame() -> FrameType | None:
-    """The function that asks for what runs now, the user's or PyTorch's own: not what carries the question here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_CARRIERS):
-        frame = frame.f_back
-    return frame
-
-
-def is_pytorchs(filename: str) -> bool:
-    """Whether a file is one of PyTorch's own."""
-    return filename.startswith(os.path.dirname(torch.__file__) + os.sep)
-
-
-def within(outside: FrameType | None, folder: str) -> bool:
-    """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
-    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
-    while frame is not None and frame is not outside:
-        if frame.f_code.co_filename.startswith(prefix):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def line(place: Place) -> str:
-    """As `file:3: y = x + 1`."""
-    code = linecache.getline(*place).strip()
-    return f"{place[0]}:{place[1]}" + (f": {code}" if code else "")
+    def of_block(self, tensor: torch.Tensor) -> bool: ...
 
 
 def described(tensor: torch.Tensor, name: str | None = None) -> str:
     """As `params['w']: float32[3, 4]`."""
     return (f"{name}: " if name else "") + f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-class Calls(TorchFunctionMode):
-    """Notes the call of PyTorch's, as the function wrote it, that raises."""
-
-    def __init__(self, traced: Traced):
-        super().__init__()
-        self._traced = traced
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LOOKED_AT:  # few are, and the trace of a deep model calls ten thousands
-            with self._traced.remembering():
-                self._look(func, args, sys._getframe(1))
-        elif func in CTC_LOSS:
-            args, kwargs = with_tensors(args, kwargs or {})
-        try:
-            return func(*args, **(kwargs or {}))
-        except FzeroError:
-            raise
-        except _KINDS as error:
-            note(self._traced, error, func, (args, kwargs or {}))
-            if any(text in str(error) for text in _OF_TRACES):
-                self._traced.refused = self._traced.refused or error
-            raise
-
-    def _look(self, func: Any, args: Any, caller: FrameType) -> None:
-        """Raises if a call does what no trace sees, or asks what none can answer."""
-        if func == _SETS_DATA:  # no operation, and so in no trace
-            what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
-            raise TraceError(message(self._traced.owner, what, self._traced.here(), fix))
-        if func in _FACTS and _asked_by_user(caller):
-            self._traced.check_read(_FACTS[func], args[0])
-        if func in _LAYOUTS and _asked_by_user(caller):
-            self._traced.check_layout(args[0])
-        if func is torch.Tensor.__reduce_ex__ or (
-            func in _TEXTS and _asked_by_user(caller) and not checks.raises(asking_frame())
-        ):
-            raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
-
-    def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
-        """Refuses to make a text or a pickle of a tensor."""
-        where = [*self._traced.here(), described(x, self._traced.named(x))]
-        return (
-            f"needs the value of a tensor while being traced ({_TEXTS[func]})",
-            where,
-            "return it as an aux value, or print its shape; x.clone() is a copy",
-        )
-
-
-_TEXTS = {
-    torch.Tensor.__repr__: "to print it",
-    torch.Tensor.__format__: "to print it",
-    torch.Tensor.__reduce_ex__: "to pickle it, or for copy.copy",
-}
-_LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
-OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
-"""Attributes and methods of a tensor that say where it comes from, or act there."""
-OF_MEMORY = (
-    "storage_offset",
-    "as_strided",
-    "untyped_storage",
-    "storage",
-    "data_ptr",
-    "is_set_to",
-    "_version",
-    "_base",
-    "_is_view",
-)
-"""Attributes and methods of a tensor that say in which memory it lies."""
-
-
-def _facts() -> dict[Any, str]:
-    found = {getattr(torch.Tensor, name): name for name in (*OF_HISTORY, *OF_MEMORY)} | {torch.as_strided: "as_strided"}
-    return {func.__get__ if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}
-
-
-_FACTS = _facts()
-_SETS_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
-_LOOKED_AT = frozenset((*_FACTS, *_LAYOUTS, *_TEXTS, _SETS_DATA))
-
-
-def _asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the code that calls a method of a tensor is none of a library's that knows what it asks."""
-    while frame is not None and frame.f_code.co_filename in _OF_METHODS:
-        frame = frame.f_back
-    return frame is not None and not is_library(frame.f_code.co_filename)
-
-
-_OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_tensor.py", "overrides.py"))
 
 
 def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
@@ -250,13 +115,6 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
         raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
 
 
-_CARRIERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    *(
-        os.path.dirname(torch.__file__) + f"/{name}"
-        for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")
-    ),
-)
 CHANGES = "changes its arguments in place"
 NEW_VALUE = (
     "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a "
@@ -347,18 +205,6 @@ def _raised_by_user(error: BaseException) -> bool:
     return any(
         i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code)
     )
-
-
-@functools.cache
-def is_library(filename: str) -> bool:
-    """Whether a file is of this library, PyTorch or the standard library."""
-    if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
-        return True
-    if filename.startswith(
-        (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-    ):
-        return True
-    return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename
 
 
 # --- tensors that are not arguments ---

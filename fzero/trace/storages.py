@@ -19,7 +19,7 @@ import torch.fx as fx
 from fzero import compat
 
 if TYPE_CHECKING:
-    from fzero.trace.record import Recorded
+    from fzero.trace.recorder import Recorded
 
 aten = torch.ops.aten
 

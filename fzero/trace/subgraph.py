@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.value_keys import exact
 

@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from fzero.plan.inductor.fusion import Kernels, kernels
 from fzero.plan.inductor.reuse import Lives, alive, best_order, lives, shared
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
-from fzero.trace.record import Recorded
+from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
 _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}

@@ -1,0 +1,101 @@
+"""Refuses operations that a program has no line for: those that draw from the global generator, need a value, make
+tensors that are not dense, or write where no trace sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from fzero import compat
+from fzero.errors import TraceError, message
+from fzero.trace import overwrites
+from fzero.trace.refusals import Traced
+from fzero.trace.user_lines import asking_frame, is_pytorchs, line
+
+aten = torch.ops.aten
+
+_VALUE = (
+    "choose with torch.where or arithmetic instead of .item(), float(), bool() or Python's if on tensors; give modules "
+    "numbers (momentum=0.1, not None)"
+)
+_VALUE_IN_UPDATE = (
+    "what a schedule and an optimizer are given are tensors, the step too: write torch.clamp(step / 100, max=1) for "
+    "min(1, step / 100), "
+    "torch.cos for math.cos, torch.where for Python's if; or take a schedule of fz.optim (warmup_cosine)"
+)
+_SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
+_INSTEAD = {
+    aten.linalg_lstsq.default: "torch.linalg.pinv(a) @ b, or torch.linalg.solve of the normal equations",
+    aten._pack_padded_sequence.default: "run the layer on the padded sequences, and mask what lies behind their ends",
+}
+_PRODUCTS = {
+    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+}
+
+
+def refuse_functions(traced: Traced, name: str) -> NoReturn:
+    """Raises because of an operator of functions."""
+    what = f"uses an operator of functions, which a program has no line for ({name})"
+    fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
+    raise TraceError(message(traced.owner, what, traced.here(), fix))
+
+
+def check_operation(traced: Traced, func: Any, args: Any, kwargs: Any) -> None:
+    """Raises if an operation is none that can be recorded, whatever it returns."""
+    if compat.fx_tracing():
+        what = f"traces a function by torch.fx while being traced ({func})"
+        fix = "use torch.func.jvp, which computes the same, in place of torch.func.linearize"
+    elif draws(func, args, kwargs):
+        what = f"draws from torch's global generator ({func})"
+        fix = (
+            "use fz.random (normal, uniform, bernoulli, dropout) with a key: its draws are the same on every mesh and "
+            "when recomputed"
+        )
+    elif func in overwrites.REFUSED and overwrites.given(func, args, kwargs, overwrites.REFUSED[func]):
+        what = f"overwrites {' and '.join(overwrites.REFUSED[func])} where no trace can see it ({func})"
+        fix = "compute them by other operations, or with F.batch_norm on clones of them"
+    else:
+        return
+    raise TraceError(message(traced.owner, what, traced.here(), fix))
+
+
+def check_dtypes(func: Any, args: Any) -> None:
+    """Raises what the devices raise of products of matrices of two dtypes, and fake tensors do not."""
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)} if func in _PRODUCTS else ()
+    if len(dtypes) > 1:
+        raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
+
+
+def check_dense(traced: Traced, func: Any, result: Any) -> None:
+    """Raises if an operation makes a tensor that is not dense."""
+    for x in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
+            what = f"makes a tensor that is not dense ({func})"
+            fix = "keep to dense tensors, and to dense gradients: sparse=False"
+            raise TraceError(message(traced.owner, what, traced.here(), fix))
+
+
+def refuse_value(traced: Traced, func: Any, error: Exception) -> NoReturn:
+    """Raises because an operation needs the value of a tensor."""
+    of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
+    what = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
+    asks = asking_frame()
+    place = (asks.f_code.co_filename, asks.f_lineno) if asks is not None else ("", 0)
+    where = traced.here(*([f"asked by {line(place)}"] if is_pytorchs(place[0]) else []))
+    instead = _SHAPE if of_shape else _VALUE_IN_UPDATE if traced.owner == "optimizer" else _VALUE
+    raise TraceError(message(traced.owner, f"{what} ({func})", where, _INSTEAD.get(func, instead))) from error
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their
+    dropout, and what draws in training alone."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = (
+        {a.name: a.default_value for a in func._schema.arguments}
+        | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+        | dict(kwargs)
+    )
+    in_training = given.get("train", given.get("training")) is not False
+    return in_training and given.get("dropout_p", given.get("dropout")) != 0.0

@@ -1,0 +1,74 @@
+"""Finds the user's own line among the frames that run, above PyTorch's, this library's and the standard library's."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from types import FrameType
+
+import torch
+
+Place = tuple[str, int]
+"""A file and a line of it."""
+
+
+def user_place(outside: FrameType | None) -> Place | None:
+    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the
+    standard library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None and frame is not outside else None
+
+
+def asking_frame() -> FrameType | None:
+    """The function that asks for what runs now, the user's or PyTorch's own: not what carries the question here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_CARRIERS):
+        frame = frame.f_back
+    return frame
+
+
+def is_pytorchs(filename: str) -> bool:
+    """Whether a file is one of PyTorch's own."""
+    return filename.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
+def within(outside: FrameType | None, folder: str) -> bool:
+    """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
+    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
+    while frame is not None and frame is not outside:
+        if frame.f_code.co_filename.startswith(prefix):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def line(place: Place) -> str:
+    """As `file:3: y = x + 1`."""
+    code = linecache.getline(*place).strip()
+    return f"{place[0]}:{place[1]}" + (f": {code}" if code else "")
+
+
+_CARRIERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *(
+        os.path.dirname(torch.__file__) + f"/{name}"
+        for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")
+    ),
+)
+
+
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Whether a file is of this library, PyTorch or the standard library."""
+    if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
+        return True
+    if filename.startswith(
+        (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+    ):
+        return True
+    return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename
