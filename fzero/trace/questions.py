@@ -1,4 +1,4 @@
-"""Refuses questions that no trace answers about a tensor: its value, where it lies or comes from, how it is laid out."""
+"""Refuses questions about a tensor that no trace answers: its value, its memory, its history, its layout."""
 
 from __future__ import annotations
 
