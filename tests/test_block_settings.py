@@ -601,11 +601,11 @@ def functions(loss: Callable[..., Any], params: Any) -> list[str]:
 def test_alike_calls_are_one_function_and_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that are alike, made anew for each layer, attributes that differ and that no code names, one setting
     there and back."""
-    from fzero.trace import block as module
+    from fzero.trace import block_calls as module
 
     traced: list[str] = []
-    real = module._trace
-    monkeypatch.setattr(module, "_trace", lambda body, name, *args: traced.append(name) or real(body, name, *args))
+    real = module.trace_joint
+    monkeypatch.setattr(module, "trace_joint", lambda body, name, *args: traced.append(name) or real(body, name, *args))
 
     class Named(Layer):
         def __init__(self, index: int):

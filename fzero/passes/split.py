@@ -22,8 +22,8 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.program.lines import Functions
-from fzero.trace.block import Joint
 from fzero.trace.flops import operations
+from fzero.trace.joint import Joint
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import ancestors, extract, reached, views_of

@@ -28,8 +28,8 @@ from fzero.plan.inductor.temporaries import temporaries
 from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
-from fzero.trace.block import Joint
 from fzero.trace.flops import attention_of, packet, product_flops
+from fzero.trace.joint import Joint
 from fzero.trace.subgraph import ancestors
 
 aten = torch.ops.aten

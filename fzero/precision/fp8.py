@@ -35,7 +35,7 @@ from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, amax, quantized,
 from fzero.precision.delayed import Operands
 from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
 from fzero.program.lines import Inputs
-from fzero.trace.block import Joint, call_block, call_vjp
+from fzero.trace.joint import Joint, call_block, call_vjp
 from fzero.trace.merge_equal import merge_equal
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded

@@ -24,7 +24,7 @@ from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions, Inputs
 from fzero.program.names import Names, identifier
-from fzero.trace.block import call_block, call_vjp
+from fzero.trace.joint import call_block, call_vjp
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from fzero.operators.scaled_matmul import MULTIPLE
-from fzero.trace.block import Joint, call_block, call_vjp
+from fzero.trace.joint import Joint, call_block, call_vjp
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from fzero.boxes import Dim
-from fzero.trace.block import Joint
+from fzero.trace.joint import Joint
 from fzero.trace.recorder import Recorded
 
 # --- what lines of several ops say ---

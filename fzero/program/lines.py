@@ -19,8 +19,9 @@ from fzero.layout import Leaf
 from fzero.program.attrs import BlockCall, CallAttrs
 from fzero.program.ir import Function, Line, Value
 from fzero.program.names import Names
-from fzero.trace.block import Blocks, Joint, call_block, call_vjp
+from fzero.trace.block_calls import Blocks
 from fzero.trace.functional import finish
+from fzero.trace.joint import Joint, call_block, call_vjp
 from fzero.trace.recorder import Recorded, Recorder
 from fzero.trace.subgraph import ancestors, extract, signature, views_of
 

@@ -23,7 +23,7 @@ _CALL = torch.ops.fzero.recorded_call.default
 
 
 def finish(recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Recorded:
-    """The recorded function with these results and without in-place operations. Those on the arguments are an error that
+    """The recorded function with these results, without in-place operations. Those on the arguments are an error that
     names them."""
     if written := recorder.memory.written:
         changed = [f"{label}: {where}" if where else label for label, where in written.items()]

@@ -1,0 +1,182 @@
+"""Runs the function of a block on a flat list of tensors, and checks what crosses its border."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fzero import compat, tree
+from fzero.errors import TraceError, message
+from fzero.trace import checks
+from fzero.trace.switches import Autocast
+from fzero.trace.untouched import without_gradients
+
+if TYPE_CHECKING:
+    from fzero.trace.block_calls import Blocks
+
+
+class Results(NamedTuple):
+    """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
+
+    made: list[torch.Tensor]
+    structure: tree.TreeSpec
+    returned: tuple[int, ...]  # as in a `Joint`
+    memory: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The body of a block as a function of a flat list of tensors, with PyTorch's settings that it runs under. `places`
+    has, for each leaf of its arguments, the number of the tensor that it is; where it is None, `constants` has the
+    leaf."""
+
+    fn: Callable[..., Any]
+    owner: str
+    spec: tree.TreeSpec
+    constants: Sequence[Any]
+    places: Sequence[int | None]
+    watch: bool
+    autocast: Autocast
+    switches: tuple[object, ...]
+
+    def __call__(self, xs: Sequence[torch.Tensor]) -> Results:
+        """The results, blocks inside inlined."""
+        token = tracer.set(None)
+        try:
+            params, args, kwargs = tree.unflatten(
+                self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
+            )
+            trees = arguments(self.fn, params, args, kwargs)
+            with checks.collected() as failed, without_gradients(self.owner, tensors_in(trees)):
+                result = applied(self.fn, params, args, kwargs)
+        finally:
+            tracer.reset(token)
+        flat, structure = tree.flatten(result)
+        wrong = [
+            f"{p} is {type(x).__name__}"
+            for p, x in zip(tree.paths(result, "result"), flat, strict=True)
+            if not isinstance(x, torch.Tensor)
+        ]
+        if wrong or not flat:
+            found = [*where(self.fn), *(wrong or ["no tensor at all"])]
+            raise TraceError(
+                message(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
+            )
+        check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
+        flat = checks.poisoned(flat, failed)
+        tensors = list({id(x): x for x in (*xs, *flat)}.values())
+        number = {id(x): i for i, x in enumerate(tensors)}
+        storages = [x.untyped_storage()._cdata for x in tensors]
+        made = [resolved(x) for x in tensors[len(xs) :]]
+        made = [*made, _largest(flat)] if self.watch else made
+        return Results(made, structure, tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages)))
+
+
+def resolved(x: torch.Tensor) -> torch.Tensor:
+    """A value as what crosses a block's border is recorded: no view that stands for its conjugate or negative."""
+    return x.resolve_conj().resolve_neg()
+
+
+def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of floating-point tensors, float32[]: inf if one is nan, 0 if there is none."""
+    ends = [
+        torch.linalg.vector_norm(x.detach(), math.inf).to(torch.float32)
+        for x in values
+        if x.is_floating_point() and x.numel()
+    ]
+    largest = functools.reduce(torch.maximum, ends, torch.zeros((), device=values[0].device))
+    return torch.where(largest.isnan(), math.inf, largest)
+
+
+def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments as a block computes with them."""
+    dtypes = (
+        {x.dtype for x in tree.leaves(params) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        if casting.get()
+        else ()
+    )
+    if len(dtypes) != 1:
+        return args, kwargs
+    (dtype,) = dtypes
+    cast = functools.cache(lambda x: x.to(dtype))  # by identity: two arguments that are one tensor stay so
+    return tree.map(lambda x: cast(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+
+
+def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+    """`fn` of arguments whose containers were made for this call: what it changes of them is lost, and so an error."""
+    args, kwargs = _entering(params, args, kwargs)
+
+    def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
+        trees = arguments(fn, params, args, kwargs)
+        return [
+            (name, dict(zip(tree.paths(x, name), tree.leaves(x), strict=True)), tree.structure(x)) for name, x in trees
+        ]
+
+    before = contents()
+    result = fn(params, *args, **kwargs)
+    changed = []
+    for (name, old, structure), (_, new, now) in zip(before, contents(), strict=True):
+        leaves = [path for path in {**old, **new} if path not in old or path not in new or old[path] is not new[path]]
+        changed += leaves or ([name] if structure != now else [])
+    if changed:
+        text = "changes a list, dict or other container that it is given"
+        fix = "return the new value instead, and put it into the container outside of the block"
+        raise TraceError(message(f"block {name_of(fn)}", text, [*where(fn), *changed], fix))
+    return result
+
+
+def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]) -> None:
+    """Raises if a tensor that crosses a block's border has an attribute that someone has set on it."""
+    if extra := [f"{path}.{name}" for path, x in tensors_in(trees) for name in compat.attributes(x)]:
+        fix = "pass what the attribute says as an argument, or return it, beside the tensor"
+        raise TraceError(
+            message(
+                owner, f"{does} tensors with attributes, which are no part of their values", [*where(fn), *extra], fix
+            )
+        )
+
+
+def tensors_in(trees: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in trees, by path."""
+    return [
+        (path, x)
+        for root, values in trees
+        for path, x in zip(tree.paths(values, root), tree.leaves(values), strict=True)
+        if isinstance(x, torch.Tensor)
+    ]
+
+
+def arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of a call, by the names that the function has for them."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return [(names[i] if i < len(names) else f"argument {i}", x) for i, x in enumerate((params, *args))] + sorted(
+        kwargs.items()
+    )
+
+
+def where(fn: Any) -> list[str]:
+    """The user's own line."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None) or getattr(getattr(type(fn), "forward", type(fn).__call__), "__code__", None)
+    return [f"{code.co_filename}:{code.co_firstlineno}"] if code else []
+
+
+def name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__).strip("<>")
+
+
+tracer: ContextVar[Blocks | None] = ContextVar("fzero_blocks", default=None)
+casting: ContextVar[bool] = ContextVar("fzero_casting", default=False)

@@ -1,0 +1,322 @@
+"""Writes each call of a block down as one node, and ties it into autograd so that its vjp is another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from fzero import compat, tree
+from fzero.errors import TraceError, message
+from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
+from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
+from fzero.trace.recorder import Recorder
+from fzero.trace.settings import Settings, changes, settings
+from fzero.trace.subgraph import signature as function_signature
+from fzero.trace.switches import (
+    autocast,
+    autocast_as,
+    dispatch_modes,
+    function_modes,
+    saved_tensor_hooks,
+    switches,
+    told,
+)
+
+BLOCK = "_fzero_block"
+
+
+class Blocks:
+    """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
+
+    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast
+    to the dtype of its parameters where it begins, if these have one dtype. With `watch` it has one output more, the
+    largest absolute value among the others: `maxima` has that of each call, float32[].
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        mode: compat.FakeTensorMode,
+        names: Callable[[str], str],
+        casts: bool = False,
+        watch: bool = False,
+    ):
+        self.joints: dict[Hashable, Joint] = {}
+        self.maxima: list[torch.Tensor] = []
+        self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
+        self._names = names
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        tokens = tracer.set(self), casting.set(self._casts)
+        try:
+            yield
+        finally:
+            tracer.reset(tokens[0])
+            casting.reset(tokens[1])
+
+    def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recorder.check_default_dtype()
+        flat, spec = tree.flatten((params, args, kwargs))
+        num_params = len(tree.leaves(params))
+        owner = f"block {name_of(fn)}"
+        constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
+        given = list({id(x): x for x in flat if isinstance(x, torch.Tensor)}.values())
+        number = {id(x): i for i, x in enumerate(given)}
+        places = [number.get(id(x)) for x in flat]
+        tensors = [resolved(x) for x in given]
+        wrong = [
+            f"{p}: {type(x).__name__}"
+            for p, x in zip(tree.paths(params, "params"), flat, strict=False)
+            if not isinstance(x, torch.Tensor)
+        ]
+        wrong += [
+            f"argument of type {type(x).__name__}" for x in constants if x is not None and not isinstance(x, Hashable)
+        ]
+        if wrong:
+            fix = "make parameters tensors; pass settings as numbers or strings"
+            if any(isinstance(x, torch.nn.Module) for x in flat):
+                fix = (
+                    "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, "
+                    "(x,)))"
+                )
+            raise TraceError(message(owner, "takes tensors and hashable constants", [*where(fn), *wrong], fix))
+        if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
+            fix = "enter it inside the block, where what it does is recorded"
+            raise TraceError(
+                message(
+                    owner, "is called under what its operations, which are recorded aside, would not see", around, fix
+                )
+            )
+        if any(map(compat.attributes, given)):
+            check_bare(owner, "is given", fn, arguments(fn, params, args, kwargs))
+        grad = torch.is_grad_enabled()
+        signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        body = Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
+
+        def key() -> Hashable:
+            of_code, of_arguments = (
+                settings(fn, *constants, *function_modes()).facts,
+                (spec, _orders((params, args, kwargs)), tuple(places), signature),
+            )
+            return (of_code, of_arguments, grad, body.autocast, body.switches)
+
+        def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
+            grads = torch.enable_grad() if grad else torch.no_grad()
+            # not those of a checkpoint around the call
+            ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
+            with compat.no_modes(), torch.inference_mode(False), grads, ours:
+                of_params = len({at for at in places[:num_params] if at is not None})
+                return trace_joint(
+                    body, name, of_params, self._mode, signature, self._labels(fn, params, args, kwargs), outputs
+                )
+
+        def compare(joint: Joint) -> None:
+            if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
+                raise TraceError(
+                    message(owner, "computes something else than at an earlier call", where(fn), OTHERWISE)
+                )
+
+        now = key()
+        joint = self.joints.get(now)
+        if joint is None:
+            joint = self.joints[now] = trace(self._names(name_of(fn)))
+            if key() != now:
+                # it changes what it reads while it runs: a counter, a list of what it met, something it keeps for later
+                outside = self._read_outside(fn)
+                compare(joint)
+                if changed := changes(outside, self._read_outside(fn)):
+                    fix = (
+                        "return it from the block as a result, or change it outside: a block runs once for all its "
+                        "calls, while it is traced"
+                    )
+                    raise TraceError(message(owner, "changes what is read outside of it", [*where(fn), *changed], fix))
+                now = key()
+                self.joints[now] = joint
+        elif retracing.get():
+            compare(joint)
+
+        def restricted(outputs: tuple[int, ...]) -> Joint:
+            """The block whose backward begins at these of its outputs alone: nothing of what makes the others is
+            differentiated."""
+            if (now, outputs) not in self.joints:
+                self.joints[now, outputs] = trace(joint.name, outputs)
+            return self.joints[now, outputs]
+
+        call, self._calls = self._calls, self._calls + 1
+        with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
+            outputs = (
+                list(_Call.apply(self.recorder, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
+            )
+        if self._watch:
+            *outputs, largest = outputs
+            self.maxima.append(largest)
+        values = [*given, *outputs]
+        for i, first in enumerate(joint.memory):
+            if i >= joint.num_inputs and i != first:
+                self.recorder.memory.share([values[first], values[i]], owner)
+        return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
+
+    def _read_outside(self, fn: Any) -> Settings:
+        """The settings that the traced function reads beside its arguments, outside of blocks."""
+        body = fn.func if isinstance(fn, functools.partial) else fn
+        owners = [fn, body, getattr(body, "__func__", fn)]
+        return settings(
+            self.recorder.source,
+            strict=False,
+            without=lambda x: BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners),
+        )
+
+    def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The block's own name of each tensor it is given, and the leaf that it is: `p['w'] =
+        params['blocks'][0]['w']`, `x`."""
+        trees = arguments(fn, params, args, kwargs)
+        own = tensors_in(trees)
+        first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
+        leaves = {i: self.recorder.named(leaf) for i, (_, leaf) in first.items()}
+        return [
+            first[i][0] if leaf in (None, first[i][0]) else f"{first[i][0]} = {leaf}"
+            for i in dict.fromkeys(id(x) for _, x in own)
+            for leaf in [leaves[i]]
+        ]
+
+
+class _Call(torch.autograd.Function):
+    """Ties a block's line into autograd, so that its vjp becomes a line of the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recorder: Recorder,
+        joint: Joint,
+        call: int,
+        body: Body,
+        restricted: Callable[[tuple[int, ...]], Joint],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = (
+            recorder,
+            joint,
+            call,
+            body,
+            restricted,
+            False,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.inputs = [recorder.node(x) for x in inputs]
+        ctx.save_for_backward(*inputs)
+        outputs = _fresh(joint.graph.outputs[: joint.num_outputs])
+        ctx.node = recorder.call(call_block, (joint, call, *ctx.inputs), outputs)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in joint.diff_outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        recorder, asked = ctx.recorder, {i: x for i, x in enumerate(tangents) if x is not None}
+        given = list(asked.values())
+        if not asked:
+            return (None,) * (5 + ctx.joint.num_inputs)
+        again, ctx.differentiated = ctx.differentiated, True
+        if not again and tuple(asked) != ctx.joint.diff_outputs:
+            # in PyTorch the others have no backward: zeros in their place may become nan
+            ctx.joint = ctx.restricted(tuple(asked))
+            ctx.node.update_arg(0, ctx.joint)
+        joint = ctx.joint
+        # the line that is recorded has no derivative, was recorded without autocast, and is for these outputs
+        if torch.is_grad_enabled() or any(autocast().enabled) or tuple(asked) != joint.diff_outputs:
+            grads = _inlined_vjp(ctx, asked)
+        else:
+            grads = _fresh(joint.graph.outputs[joint.num_outputs :])
+            places = joint.graph.inputs[joint.num_inputs :]
+            seeds = [
+                recorder.node(_laid_out_as(place.meta["val"], resolved(x)))
+                for place, x in zip(places, given, strict=True)
+            ]
+            recorder.call(call_vjp, (joint, ctx.call, *ctx.inputs, *seeds), grads)
+        out: list[torch.Tensor | None] = [None] * joint.num_inputs
+        for i, g in zip(joint.diff, grads, strict=True):
+            out[i] = g
+        return None, None, None, None, None, *out
+
+
+def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as
+    these are."""
+    joint, body, now = ctx.joint, ctx.body, told(switches())
+    other = [
+        f"{name}: {then}, and {now[name]} for the derivative"
+        for name, then in told(body.switches).items()
+        if then != now[name]
+    ]
+    if other:
+        raise TraceError(
+            message(
+                body.owner,
+                "is differentiated under other settings than it is called under",
+                other,
+                "ask for both under the same",
+            )
+        )
+    with autocast_as(body.autocast), torch.enable_grad():
+        inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
+        outputs = body(inputs).made
+    wanted = [outputs[i] for i in tangents]
+    create_graph = torch.is_grad_enabled()
+    return torch.autograd.grad(
+        wanted, [inputs[i] for i in joint.diff], list(tangents.values()), create_graph=create_graph, allow_unused=True
+    )
+
+
+def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` with the strides of `like`, which is dense: a copy where they differ. What is recorded for some strides (a
+    view) need not hold for others."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
+        return x
+    order = sorted(range(x.dim()), key=like.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
+
+
+def _fresh(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    values = [n.meta["val"] for n in nodes]
+    return [compat.new_fake(v.fake_mode, v.shape, v.dtype, v.device, v.stride()) for v in values]
+
+
+def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = packed
+    if x._version != version:  # what autograd says of a tensor that it saved itself
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation"
+        )
+    return x
+
+
+def _orders(values: Any) -> tuple[Any, ...]:
+    """The keys of the dictionaries among a block's arguments, in the order that a loop over them has: to the structure
+    of a tree it is no difference."""
+    found: list[tuple[Any, ...]] = []
+
+    def visit(x: Any) -> None:
+        if isinstance(x, dict):
+            found.append(tuple(x))
+            for value in x.values():
+                visit(value)
+        elif isinstance(x, (list, tuple)):
+            for value in x:
+                visit(value)
+
+    visit(values)
+    return tuple(found)
+
+
+retracing: ContextVar[bool] = ContextVar("fzeroretracing", default=False)
