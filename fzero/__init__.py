@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
     from fzero.build.build import has_compiler
+    from fzero.loss import weighted
     from fzero.lowering.lower import Lowered, lower
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.modules.functionalize import functionalize
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fzero.runtime.evaluation import CompiledEval
     from fzero.runtime.training import CompiledStep
     from fzero.state.move import move
-    from fzero.step import EvalStep, State, Step, compose, eval_step, train_step, weighted
+    from fzero.step import EvalStep, State, Step, compose, eval_step, train_step
     from fzero.trace.block import block
     from fzero.transforms.accumulate import accumulate
     from fzero.transforms.fp8 import fp8
@@ -67,7 +68,7 @@ _HOME = {
     "shard_params": "transforms.shard",
     "show": "program.show",
     "train_step": "step",
-    "weighted": "step",
+    "weighted": "loss",
 }
 """The module that defines each public name; a name that is not here is a module itself."""
 

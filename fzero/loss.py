@@ -3,12 +3,14 @@ micro-batches add up, and the tree that comes of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero.arguments import number, shown
 from fzero.errors import FzeroTypeError, TraceError, message
 from fzero.layout import ties
 
@@ -184,3 +186,39 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     return flat, Means(
         structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,)))
     )
+
+
+def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
+    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
+    any size.
+
+    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not.
+
+    Args:
+        total: 0-dim floating-point tensor, the sum.
+        count: how many were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
+
+    Example:
+        >>> import torch
+        >>> weighted(torch.tensor(6.0), 3).count
+        tensor(3.)
+    """
+    problems = [] if isinstance(total, torch.Tensor) else [f"total is {type(total).__name__}, not a tensor"]
+    if isinstance(total, torch.Tensor) and (total.dim() or not total.is_floating_point()):
+        problems.append(f"total is {shown(total)}, not one floating-point number")
+    if isinstance(count, torch.Tensor):
+        problems += [f"count is {shown(count)}, not one number"] if count.dim() else []
+    else:
+        problems += number("count", count, at_least=0, below=math.inf)
+    if problems:
+        raise FzeroTypeError(
+            message(
+                "weighted",
+                "takes a sum and what it is a sum over",
+                problems,
+                "fz.weighted(losses.sum(), losses.numel())",
+            )
+        )
+    if not isinstance(count, torch.Tensor):
+        count = torch.full((), float(count), dtype=torch.float32, device=total.device)
+    return Weighted(total, count)

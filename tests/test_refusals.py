@@ -257,7 +257,7 @@ def test_a_hidden_write_is_written_down(op):
             recorder.input(fake, name)
         with recorder:
             results = op(*fakes, *settings)
-            assert list(recorder.written) == ["mean", "var"]
+            assert list(recorder.memory.written) == ["mean", "var"]
             writes = [n.args[0].name for n in recorder.graph.nodes if n.target is aten.copy_.default]
             assert writes == ["mean", "var"] and all(n.target is not op for n in recorder.graph.nodes)
             assert [tuple(r.shape) for r in results][:3] == [(2, 4, 3, 3), (4,), (4,)] and len(results) == len(

@@ -23,7 +23,8 @@ from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
 from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
-from fzero.step import EvalStep, Step, check_batch, check_init, check_params
+from fzero.step import EvalStep, Step
+from fzero.step.checks import check_batch, check_init, check_params
 from fzero.trace.meta_cache import Remembering
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
@@ -249,7 +250,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
 
 
 def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[str, dict[int, Leaf]]:
-    """The leaves of a state that no checkpoint has (`MADE_ANEW` of fzero/step.py), by their name in its extras and the
+    """The leaves of a state that no checkpoint has (`step.state.MADE_ANEW`), by their name in its extras and the
     position of their parameter."""
     found = {"compute": compute_leaves(step, mesh, params), "gradients": gradient_leaves(step, mesh, params)}
     return {name: leaves for name, leaves in found.items() if leaves}

@@ -54,7 +54,8 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.verify import verify
 from fzero.progress import Progress
-from fzero.step import EvalStep, Step, check_arguments, check_params, wants_key
+from fzero.step import EvalStep, Step
+from fzero.step.checks import check_arguments, check_params, wants_key
 from fzero.trace.record import uncollected
 from fzero.transforms import accumulate, remat, shard
 from fzero.transforms.base import find

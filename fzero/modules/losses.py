@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import tree
 from fzero.errors import FzeroTypeError, message
+from fzero.loss import weighted
 from fzero.modules.layers import in_block
-from fzero.step import weighted
 
 
 class Counting(TorchFunctionMode):

@@ -32,7 +32,8 @@ from fzero.program.lines import Inputs
 from fzero.program.show import name_of
 from fzero.progress import shown
 from fzero.runtime.execute import executable
-from fzero.step import EvalStep, check_bare
+from fzero.step import EvalStep
+from fzero.step.checks import check_bare
 from fzero.trace import strides
 from fzero.trace.device import on_device
 from fzero.trace.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed

@@ -16,7 +16,8 @@ from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
 from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
-from fzero.step import EvalStep, check_params
+from fzero.step import EvalStep
+from fzero.step.checks import check_params
 
 
 class CompiledEval(Compiled):

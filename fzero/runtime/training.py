@@ -50,7 +50,8 @@ from fzero.state.assemble import (
     placed_inputs,
     state_leaves,
 )
-from fzero.step import INIT_STREAM, State, Step, check_one_batch, check_params, check_state, lasting
+from fzero.step import INIT_STREAM, State, Step, lasting
+from fzero.step.checks import check_one_batch, check_params, check_state
 from fzero.trace.subgraph import signature
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision

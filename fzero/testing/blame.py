@@ -24,7 +24,8 @@ from fzero.program.ir import Program
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.state.storage import load
-from fzero.step import State, wants_key
+from fzero.step import State
+from fzero.step.checks import wants_key
 from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.record import recording

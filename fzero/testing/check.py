@@ -20,7 +20,8 @@ from fzero.mesh import Mesh, make_mesh
 from fzero.program.ir import Program
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
-from fzero.step import State, Step, check_batch, check_init, check_params
+from fzero.step import State, Step
+from fzero.step.checks import check_batch, check_init, check_params
 from fzero.testing.lines import distance, norm
 from fzero.testing.report import Difference, Report
 from fzero.testing.tolerance import (

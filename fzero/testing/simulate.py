@@ -22,7 +22,8 @@ from fzero.lowering.layouts import zero_of
 from fzero.lowering.lower import Lowered, lower
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Line, Program
-from fzero.step import State, Step, check_batch
+from fzero.step import State, Step
+from fzero.step.checks import check_batch
 from fzero.testing.check import leaves_of, rows
 from fzero.testing.interpret import Interpreter
 from fzero.transforms.accumulate import Accumulate

@@ -51,7 +51,8 @@ from fzero import random as fzrandom
 from fzero.operators.scaled_matmul import E5M2
 from fzero.optim import GradientTransformation
 from fzero.program.ir import Program
-from fzero.step import Step, wants_key
+from fzero.step import Step
+from fzero.step.checks import wants_key
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision

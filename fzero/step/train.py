@@ -8,57 +8,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.arguments import Predicate, accepts, accepts_none, flag, function, number, predicate, shown
+from fzero.arguments import Predicate, accepts, accepts_none, flag, function, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.loss import Weighted, flatten_means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.optim.base import is_transformation
+from fzero.step.checks import (
+    check_bare,
+    check_batch,
+    check_init,
+    check_one_batch,
+    check_params,
+    check_state,
+    takes,
+    wants_key,
+)
+from fzero.step.state import INIT_STREAM, State
 from fzero.trace.refusals import plainly
 from fzero.trace.untouched import Untouched, without_gradients
-
-INIT_STREAM = 0x1717
-"""Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
-
-
-MADE_ANEW = frozenset({"compute", "gradients"})
-"""Roles of a state's extras that follow from the rest of it, or are written in each step before they are read: no
-checkpoint has them."""
-
-
-class State(NamedTuple):
-    """Everything a step carries over. A pytree.
-
-    Example:
-        >>> import torch, fzero as fz
-        >>> state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
-        >>> state.step, state.params
-        (tensor(0), {'w': tensor([1., 1.])})
-    """
-
-    step: torch.Tensor  # int64[]: how many steps have been taken
-    params: Any
-    opt_state: Any
-    key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
-    extras: dict[str, Any]  # what transforms carry
-
-
-def lasting(state: Any) -> Any:
-    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait.
-    Anything else as it is."""
-    if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
-        return state
-    return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
 
 
 @dataclass(frozen=True)
@@ -281,41 +258,6 @@ class Step:
         return State(state.step + 1, params, opt_state, state.key, state.extras), metrics
 
 
-@dataclass(frozen=True)
-class EvalStep:
-    """A forward-only step. Made by `eval_step`.
-
-    Example:
-        >>> import torch, fzero as fz
-        >>> fz.eval_step(lambda p, x: x @ p["w"])({"w": torch.eye(2)}, torch.ones(1, 2))
-        tensor([[1., 1.]])
-    """
-
-    fn: Callable[..., Any]
-    transforms: tuple[Any, ...] = ()
-
-    @property
-    def exact(self) -> Callable[[str, str], bool] | None:
-        """As of a training step."""
-        return getattr(self.fn, "exact", None)
-
-    @property
-    def name(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
-
-    def __call__(self, params: Any, *batch: Any) -> Any:
-        """The function, eagerly, without gradients."""
-        check_arguments(self.fn, len(batch))
-        check_params(params, "eval_step")
-        with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
-            result = self.fn(params, *batch)
-        return tree.map(
-            lambda x: x.total / x.count if isinstance(x, Weighted) else x,
-            result,
-            is_leaf=lambda x: isinstance(x, Weighted),
-        )
-
-
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: GradientTransformation,
@@ -365,7 +307,7 @@ def train_step(
         "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in "
         "path"
     )
-    if callable(loss_fn) and not _takes(loss_fn):
+    if callable(loss_fn) and not takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
             problems.append(
                 f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not "
@@ -391,262 +333,7 @@ def train_step(
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 
 
-def eval_step(fn: Callable[..., Any]) -> EvalStep:
-    """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
-
-    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See
-    docs/evaluation.md.
-
-    Args:
-        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a
-            pytree of tensors: no gradient is taken. It gets no key: what is drawn in an evaluation comes from a key
-            that is one of its arguments.
-
-    Raises:
-        FzeroTypeError: a function that cannot be called so.
-
-    Example:
-        >>> import torch
-        >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
-        tensor([2., 2., 2.])
-    """
-    problems = (
-        [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
-    )
-    fix = "write fn(params, *batch), e.g. the loss function"
-    if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
-        problems = [
-            f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"
-        ]
-        fix = (
-            "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, "
-            "key: loss_fn(params, batch, key=key))"
-        )
-    if problems:
-        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, fix))
-    return EvalStep(fn)
-
-
-def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
-    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
-    any size.
-
-    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not.
-
-    Args:
-        total: 0-dim floating-point tensor, the sum.
-        count: how many were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
-
-    Example:
-        >>> import torch
-        >>> weighted(torch.tensor(6.0), 3).count
-        tensor(3.)
-    """
-    problems = [] if isinstance(total, torch.Tensor) else [f"total is {type(total).__name__}, not a tensor"]
-    if isinstance(total, torch.Tensor) and (total.dim() or not total.is_floating_point()):
-        problems.append(f"total is {shown(total)}, not one floating-point number")
-    if isinstance(count, torch.Tensor):
-        problems += [f"count is {shown(count)}, not one number"] if count.dim() else []
-    else:
-        problems += number("count", count, at_least=0, below=math.inf)
-    if problems:
-        raise FzeroTypeError(
-            message(
-                "weighted",
-                "takes a sum and what it is a sum over",
-                problems,
-                "fz.weighted(losses.sum(), losses.numel())",
-            )
-        )
-    if not isinstance(count, torch.Tensor):
-        count = torch.full((), float(count), dtype=torch.float32, device=total.device)
-    return Weighted(total, count)
-
-
-def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several transforms as one. Their order does not matter: transforms commute.
-
-    Example:
-        >>> import fzero as fz
-        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
-        >>> a, b = fz.shard_params(), fz.accumulate(2)
-        >>> compose(a, b)(step) == compose(b, a)(step)
-        True
-    """
-
-    wrong = [
-        f"argument {i}: {type(t).__name__}"
-        for i, t in enumerate(transforms)
-        if not callable(t) or isinstance(t, (Step, EvalStep))
-    ]
-    fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
-    if wrong:
-        raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
-
-    def apply(step: Any) -> Any:
-        for i, transform in enumerate(transforms):
-            # one that does nothing to an evaluation is taken along
-            step = transform.add(step) if hasattr(transform, "add") else transform(step)
-            if not hasattr(step, "transforms"):
-                raise FzeroTypeError(
-                    message(
-                        "compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix
-                    )
-                )
-        return step
-
-    return apply
-
-
-def wants_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function has a keyword-only parameter `key`."""
-    parameter = inspect.signature(loss_fn).parameters.get("key")
-    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def _takes(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function can be called as a loss; where Python cannot tell, yes."""
-    try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(None, None, **({"key": None} if wants_key(loss_fn) else {}))
-    except TypeError:
-        return False
-    return True
-
-
-def check_arguments(fn: Callable[..., Any], num: int) -> None:
-    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python
-    cannot tell it does."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(None, *[None] * num)
-    except TypeError as error:
-        what = (
-            f"{getattr(fn, '__name__', type(fn).__name__)}{signature} is called with the parameters and {num} more "
-            f"argument{'s' * (num != 1)}"
-        )
-        raise FzeroTypeError(
-            message(
-                "eval_step",
-                what,
-                [str(error)],
-                "give each of its arguments by itself: evaluate(params, inputs, labels)",
-            )
-        ) from None
-
-
-def check_init(init_fn: Any) -> None:
-    """Raises if what should be an init function is a module, or takes no key."""
-    if isinstance(init_fn, torch.nn.Module):
-        fix = "model = fz.functionalize(module); model.params are its tensors, model.train_step(optimizer) is its step"
-        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
-    if callable(init_fn) and (problems := function("params", init_fn, "key")):
-        fix = "write init(key), e.g. lambda key: params"
-        raise FzeroTypeError(
-            message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix)
-        )
-
-
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
     """The arguments of a predicate: the leaves, without values."""
     with compat.no_modes():  # in a trace they are not part of what is traced
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
-
-
-def _not_dense(value: Any, root: str) -> list[str]:
-    """Problems of a tree whose leaves should be dense tensors."""
-    named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
-    kinds = [(p, _kind(x)) for p, x in named]
-    odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
-    return [f"{p}: {kind}" for p, kind in kinds if kind] + odd
-
-
-def _kind(x: Any) -> str:
-    """The kind of a leaf that is not a dense tensor; empty for one that is."""
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
-
-
-def check_one_batch(more: tuple[Any, ...]) -> None:
-    """Raises if a training step is given more than a state and a batch."""
-    if more:
-        what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
-        raise FzeroTypeError(
-            message(
-                "step",
-                what,
-                fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))",
-            )
-        )
-
-
-def check_batch(batch: Any) -> None:
-    """Raises naming every leaf that is not a dense tensor."""
-    wrong = _not_dense(batch, "batch")
-    if wrong:
-        fix = "convert with torch.as_tensor, .to_dense() or torch.nested.to_padded_tensor(x, 0.0); close over settings"
-        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, fix))
-
-
-def check_bare(batch: Any, flat: list[Any]) -> None:
-    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the
-    methods of a class of the user's own, the graph that they come from, which a gradient would go on into."""
-    if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
-        return
-    check_batch(batch)
-    found = []
-    for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
-        if isinstance(x, torch.Tensor):
-            found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
-            found += [f"{path} requires a gradient"] if x.requires_grad and torch.is_grad_enabled() else []
-            found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
-    if found:
-        fix = (
-            "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves "
-            "of their own"
-        )
-        raise FzeroTypeError(
-            message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix)
-        )
-
-
-def check_state(state: Any, fix: str, owner: str = "step") -> None:
-    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the
-    optimizer's."""
-    if not isinstance(state, State):
-        raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
-    wrong = [
-        f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
-        for name, x, shape in (("step", state.step, ()), ("key", state.key, (3,)))
-        if not isinstance(x, torch.Tensor)
-        or x.dtype != torch.int64
-        or x.shape not in (shape, (0,))  # what has moved away is empty, and has its own error
-    ]
-    if not isinstance(state.extras, dict):
-        wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
-    if wrong:
-        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
-
-
-def check_params(params: Any, owner: str = "init") -> None:
-    """Raises naming every leaf that is not a dense tensor; a whole state is no parameters."""
-    if isinstance(params, State):
-        fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
-        raise FzeroTypeError(message(owner, "takes parameters, not the State that holds them", fix=fix))
-    leaves, wrong = tree.leaves(params), _not_dense(params, "params")
-    if wrong or not leaves:
-        raise FzeroTypeError(
-            message(
-                owner,
-                "parameters are tensors",
-                wrong or ["there are none"],
-                "put settings in the function (or close over them), tensors in params",
-            )
-        )

@@ -1,0 +1,162 @@
+"""Checks what a step is given: parameters, state, batch, and how its functions are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import compat, tree
+from fzero.arguments import function
+from fzero.errors import FzeroTypeError, message
+from fzero.step.state import State
+
+
+def wants_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function has a keyword-only parameter `key`."""
+    parameter = inspect.signature(loss_fn).parameters.get("key")
+    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def takes(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called as a loss; where Python cannot tell, yes."""
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None, **({"key": None} if wants_key(loss_fn) else {}))
+    except TypeError:
+        return False
+    return True
+
+
+def check_arguments(fn: Callable[..., Any], num: int) -> None:
+    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python
+    cannot tell it does."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *[None] * num)
+    except TypeError as error:
+        what = (
+            f"{getattr(fn, '__name__', type(fn).__name__)}{signature} is called with the parameters and {num} more "
+            f"argument{'s' * (num != 1)}"
+        )
+        raise FzeroTypeError(
+            message(
+                "eval_step",
+                what,
+                [str(error)],
+                "give each of its arguments by itself: evaluate(params, inputs, labels)",
+            )
+        ) from None
+
+
+def check_init(init_fn: Any) -> None:
+    """Raises if what should be an init function is a module, or takes no key."""
+    if isinstance(init_fn, torch.nn.Module):
+        fix = "model = fz.functionalize(module); model.params are its tensors, model.train_step(optimizer) is its step"
+        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+    if callable(init_fn) and (problems := function("params", init_fn, "key")):
+        fix = "write init(key), e.g. lambda key: params"
+        raise FzeroTypeError(
+            message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix)
+        )
+
+
+def _not_dense(value: Any, root: str) -> list[str]:
+    """Problems of a tree whose leaves should be dense tensors."""
+    named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
+    kinds = [(p, _kind(x)) for p, x in named]
+    odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
+    return [f"{p}: {kind}" for p, kind in kinds if kind] + odd
+
+
+def _kind(x: Any) -> str:
+    """The kind of a leaf that is not a dense tensor; empty for one that is."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
+
+
+def check_one_batch(more: tuple[Any, ...]) -> None:
+    """Raises if a training step is given more than a state and a batch."""
+    if more:
+        what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
+        raise FzeroTypeError(
+            message(
+                "step",
+                what,
+                fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))",
+            )
+        )
+
+
+def check_batch(batch: Any) -> None:
+    """Raises naming every leaf that is not a dense tensor."""
+    wrong = _not_dense(batch, "batch")
+    if wrong:
+        fix = "convert with torch.as_tensor, .to_dense() or torch.nested.to_padded_tensor(x, 0.0); close over settings"
+        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, fix))
+
+
+def check_bare(batch: Any, flat: list[Any]) -> None:
+    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the
+    methods of a class of the user's own, the graph that they come from, which a gradient would go on into."""
+    if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
+        return
+    check_batch(batch)
+    found = []
+    for path, x in zip(tree.paths(batch, "batch"), flat, strict=True):
+        if isinstance(x, torch.Tensor):
+            found += [] if type(x).__module__.partition(".")[0] == "torch" else [f"{path} is a {type(x).__name__}"]
+            found += [f"{path} requires a gradient"] if x.requires_grad and torch.is_grad_enabled() else []
+            found += [f"{path}.{name}" for name in compat.attributes(x) if not name.startswith("_fzero")]
+    if found:
+        fix = (
+            "x.detach().clone().as_subclass(torch.Tensor) is the value alone; pass what else the loss reads as leaves "
+            "of their own"
+        )
+        raise FzeroTypeError(
+            message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix)
+        )
+
+
+def check_state(state: Any, fix: str, owner: str = "step") -> None:
+    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the
+    optimizer's."""
+    if not isinstance(state, State):
+        raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
+    wrong = [
+        f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
+        for name, x, shape in (("step", state.step, ()), ("key", state.key, (3,)))
+        if not isinstance(x, torch.Tensor)
+        or x.dtype != torch.int64
+        or x.shape not in (shape, (0,))  # what has moved away is empty, and has its own error
+    ]
+    if not isinstance(state.extras, dict):
+        wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
+    if wrong:
+        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
+
+
+def check_params(params: Any, owner: str = "init") -> None:
+    """Raises naming every leaf that is not a dense tensor; a whole state is no parameters."""
+    if isinstance(params, State):
+        fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
+        raise FzeroTypeError(message(owner, "takes parameters, not the State that holds them", fix=fix))
+    leaves, wrong = tree.leaves(params), _not_dense(params, "params")
+    if wrong or not leaves:
+        raise FzeroTypeError(
+            message(
+                owner,
+                "parameters are tensors",
+                wrong or ["there are none"],
+                "put settings in the function (or close over them), tensors in params",
+            )
+        )

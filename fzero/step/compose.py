@@ -1,0 +1,45 @@
+"""Makes several transforms one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.errors import FzeroTypeError, message
+from fzero.step.evaluate import EvalStep
+from fzero.step.train import Step
+
+
+def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several transforms as one. Their order does not matter: transforms commute.
+
+    Example:
+        >>> import fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+        >>> a, b = fz.shard_params(), fz.accumulate(2)
+        >>> compose(a, b)(step) == compose(b, a)(step)
+        True
+    """
+
+    wrong = [
+        f"argument {i}: {type(t).__name__}"
+        for i, t in enumerate(transforms)
+        if not callable(t) or isinstance(t, (Step, EvalStep))
+    ]
+    fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
+    if wrong:
+        raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
+
+    def apply(step: Any) -> Any:
+        for i, transform in enumerate(transforms):
+            # one that does nothing to an evaluation is taken along
+            step = transform.add(step) if hasattr(transform, "add") else transform(step)
+            if not hasattr(step, "transforms"):
+                raise FzeroTypeError(
+                    message(
+                        "compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix
+                    )
+                )
+        return step
+
+    return apply

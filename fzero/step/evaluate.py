@@ -1,0 +1,89 @@
+"""Defines evaluation steps: a function of parameters and batch, forward only."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.arguments import function
+from fzero.errors import FzeroTypeError, message
+from fzero.loss import Weighted
+from fzero.step.checks import check_arguments, check_params, wants_key
+from fzero.trace.refusals import plainly
+from fzero.trace.untouched import Untouched
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """A forward-only step. Made by `eval_step`.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> fz.eval_step(lambda p, x: x @ p["w"])({"w": torch.eye(2)}, torch.ones(1, 2))
+        tensor([[1., 1.]])
+    """
+
+    fn: Callable[..., Any]
+    transforms: tuple[Any, ...] = ()
+
+    @property
+    def exact(self) -> Callable[[str, str], bool] | None:
+        """As of a training step."""
+        return getattr(self.fn, "exact", None)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        """The function, eagerly, without gradients."""
+        check_arguments(self.fn, len(batch))
+        check_params(params, "eval_step")
+        with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
+            result = self.fn(params, *batch)
+        return tree.map(
+            lambda x: x.total / x.count if isinstance(x, Weighted) else x,
+            result,
+            is_leaf=lambda x: isinstance(x, Weighted),
+        )
+
+
+def eval_step(fn: Callable[..., Any]) -> EvalStep:
+    """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
+
+    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See
+    docs/evaluation.md.
+
+    Args:
+        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a
+            pytree of tensors: no gradient is taken. It gets no key: what is drawn in an evaluation comes from a key
+            that is one of its arguments.
+
+    Raises:
+        FzeroTypeError: a function that cannot be called so.
+
+    Example:
+        >>> import torch
+        >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
+        tensor([2., 2., 2.])
+    """
+    problems = (
+        [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+    )
+    fix = "write fn(params, *batch), e.g. the loss function"
+    if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
+        problems = [
+            f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"
+        ]
+        fix = (
+            "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, "
+            "key: loss_fn(params, batch, key=key))"
+        )
+    if problems:
+        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, fix))
+    return EvalStep(fn)

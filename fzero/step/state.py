@@ -1,0 +1,38 @@
+"""Defines the state of a step, and what of it lasts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+INIT_STREAM = 0x1717
+"""Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
+MADE_ANEW = frozenset({"compute", "gradients"})
+"""Roles of a state's extras that follow from the rest of it, or are written in each step before they are read: no
+checkpoint has them."""
+
+
+class State(NamedTuple):
+    """Everything a step carries over. A pytree.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
+        >>> state.step, state.params
+        (tensor(0), {'w': tensor([1., 1.])})
+    """
+
+    step: torch.Tensor  # int64[]: how many steps have been taken
+    params: Any
+    opt_state: Any
+    key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
+    extras: dict[str, Any]  # what transforms carry
+
+
+def lasting(state: Any) -> Any:
+    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait.
+    Anything else as it is."""
+    if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
+        return state
+    return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
