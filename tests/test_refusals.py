@@ -263,7 +263,7 @@ def test_a_hidden_write_is_written_down(op):
             assert [tuple(r.shape) for r in results][:3] == [(2, 4, 3, 3), (4,), (4,)] and len(results) == len(
                 op._schema.returns
             )
-            recorder.written.clear()
+            recorder.memory.written.clear()
             op(*fakes[:3], None, None, *settings)
             op(*fakes, False, 0.1, 1e-5)
-            assert not recorder.written
+            assert not recorder.memory.written
