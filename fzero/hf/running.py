@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import agree, tree
+from fzero.allocator import return_freed_memory
 from fzero.errors import FzeroTypeError, message
 from fzero.hf.models import Pretrained
 from fzero.layout import leaf_of
@@ -107,3 +108,4 @@ def _empty(slots: dict[str, tuple[Any, str, str]], paths: Sequence[str]) -> None
         held = part._parameters if attribute in part._parameters else part._buffers
         meta = torch.empty_like(held[attribute], device="meta")
         held[attribute] = torch.nn.Parameter(meta, requires_grad=False) if held is part._parameters else meta
+    return_freed_memory()  # what lies between freed layers would keep them all
