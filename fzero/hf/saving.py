@@ -57,8 +57,8 @@ def save_pretrained(
         dtype: floating-point tensors are converted to it.
         max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
 
-    Memory: buffers of about 200 MiB, whatever the size of the model. The disk holds the weights twice for a while: every rank writes its shards, and the first
-        makes the files of them.
+    Memory: buffers of about 200 MiB, whatever the size of the model. The disk holds the weights twice for a while:
+        every rank writes its shards, and the first makes the files of them.
     Communication: that of `fz.checkpoint.save`.
 
     Raises:
