@@ -8,6 +8,8 @@ files there are and what lies in them is `importing.py`'s, where a leaf rests th
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,6 +207,9 @@ class _Stream:
                     stack.callback(os.close, self._fds[file])
                 except OSError as error:
                     self._problems.append(f"{file.name}: {error}")
+            # made once: new ones would leave holes between the leaves that are made meanwhile
+            sizes = itertools.accumulate((self._mesh.axes[a] for a in reversed(self._axes)), operator.mul)
+            self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
             self._buffers = [torch.empty(self._share, dtype=torch.uint8) for _ in range(2)]
             self._pending = self._ahead.submit(self._read, 0) if self._total else None
             self._stack = stack.pop_all()
@@ -240,8 +245,8 @@ class _Stream:
         part = self._pending.result()
         following = self._loaded + 1
         self._pending = self._ahead.submit(self._read, following) if following * self._window < self._total else None
-        for axis in reversed(self._axes):
-            part = gather(self._mesh, part.to(self._mesh.device), axis)
+        for axis, whole in zip(reversed(self._axes), self._gathered, strict=True):
+            part = gather(self._mesh, part.to(self._mesh.device), axis, whole)
         self._current = part
 
     def _read(self, number: int) -> torch.Tensor:

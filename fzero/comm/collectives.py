@@ -129,8 +129,10 @@ def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return out
 
 
-def gather(mesh: Mesh, shard: torch.Tensor, axis: str) -> torch.Tensor:
-    """The flat whole of which every rank along an axis has a shard; outside any program."""
-    whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)
+def gather(mesh: Mesh, shard: torch.Tensor, axis: str, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The flat whole of which every rank along an axis has a shard, or `into` with it; outside any program."""
+    whole = into
+    if whole is None:
+        whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)
     compat.all_gather(whole, shard, mesh.group(axis)).wait()
     return whole
