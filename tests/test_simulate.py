@@ -15,6 +15,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, VerifyError
+from fzero.passes import copies, fuse, pipeline, shard
 from fzero.testing.simulate import _Rank
 from fzero.transforms.base import Transform, applied
 
@@ -125,6 +126,36 @@ def test_ranks_that_hold_different_values_are_seen(monkeypatch: Any, transform: 
     with pytest.raises(fz.errors.DivergenceError, match="replica=2, data=2") as found:
         fz.testing.simulate(step, fz.AbstractMesh(replica=2, data=2), PARAMS, X)
     assert "params['layers'][0]['w']: not the same on rank 2 as on rank 0" in str(found.value)
+
+
+def test_metrics_that_are_not_the_same_are_seen(monkeypatch: Any) -> None:
+    """As without the reductions of what is one number."""
+    reduce = _Rank.reduce
+    monkeypatch.setattr(
+        _Rank, "reduce", lambda self, x, op, axis: None if x.numel() == 1 else reduce(self, x, op, axis)
+    )
+    with pytest.raises(fz.errors.DivergenceError, match="simulate") as found:
+        fz.testing.simulate(fz.shard_params(plain()), fz.AbstractMesh(data=2), PARAMS, X)
+    assert "metrics['loss']: not the same on rank 1 as on rank 0" in str(found.value)
+    assert "params" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["fuse", "copies", "shard"])
+def test_a_pass_before_the_choices_is_named(monkeypatch: Any, name: str) -> None:
+    module, function = (copies, "add_copies") if name == "copies" else ({"fuse": fuse, "shard": shard}[name], "rewrite")
+    rewrite = getattr(module, function)
+
+    def dropping(*args: Any) -> Any:
+        program = rewrite(*args)
+        return dataclasses.replace(program, lines=program.lines[1:])
+
+    monkeypatch.setattr(pipeline if name == "copies" else module, function, dropping)
+    params, batch = {"w": torch.ones(4)}, torch.ones(2, 4)
+    batch = (batch,) if name == "shard" else batch
+    fn = lambda p, x: (x @ p["w"]).mean()  # noqa: E731
+    step = fz.shard_params(fz.eval_step(fn) if name == "shard" else fz.train_step(fn, fz.optim.sgd(0.1)))
+    with pytest.raises(VerifyError, match=f"found after the pass {name!r}"):
+        fz.lower(step, fz.AbstractMesh(data=2), params, batch)
 
 
 @pytest.mark.parametrize(

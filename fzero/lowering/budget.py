@@ -29,6 +29,7 @@ from fzero.plan.plan import Decision, Plan, peak_bytes, queue_seconds
 from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
+from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
 from fzero.transforms.shard import keeps_gathers
@@ -276,7 +277,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
             )
         )
     for loop in (line for line in program.lines if line.op == "loop"):
-        within = {a: None for line in loop.body if line.op == "reduce_scatter_start" for a in line.axes}
+        within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
         later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
         shards = bool(within)
         why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
@@ -395,7 +396,7 @@ def _listed(breakdown: Mapping[str, int]) -> str:
     )
 
 
-_REDUCES = ("reduce_scatter_start", "all_reduce_start")
+_REDUCES = (ReduceScatter.name, AllReduce.name)
 
 _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
 

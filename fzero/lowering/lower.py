@@ -42,17 +42,13 @@ from fzero.lowering.layouts import (
 from fzero.lowering.training import Precision, Training
 from fzero.lowering.variants import Variants, closed, verified
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.passes import fuse
 from fzero.passes.choice import Choice
-from fzero.passes.copies import add_copies
-from fzero.passes.pipeline import added
-from fzero.passes.shard import rewrite as shard_rewrite
+from fzero.passes.pipeline import FUSE, added, copying, sharding
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan, peak_bytes, plan
 from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
-from fzero.program.verify import verify
 from fzero.progress import Progress
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params, wants_key
@@ -239,10 +235,10 @@ def lower_inputs(
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
-        cut = verify(shard_rewrite(replace(recorded, transforms=step.transforms), zero_of(step, mesh)))
+        cut = sharding(zero_of(step, mesh)).made(replace(recorded, transforms=step.transforms))
         before = {"trace": recorded, "shard": cut}
         for passed in added(cut):
-            cut = before[passed.name] = passed.verified(passed.rewrite(cut, None))
+            cut = before[passed.name] = passed.made(cut)
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
         program = verified(cut, closed(cut))
         return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
@@ -363,7 +359,7 @@ def _traced(
                 num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
-    base = verify(fuse.rewrite(replace(program, transforms=step.transforms)))
+    base = FUSE.made(replace(program, transforms=step.transforms))
     paths = [x.path for x in batch.leaves]
     if (
         record_
@@ -403,9 +399,8 @@ def _gradients(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf
 
 def _with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
     """The program with what is computed with beside the masters that rest off the device."""
-    return verify(
-        add_copies(base, {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()})
-    )
+    copies = {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}
+    return copying(copies).made(base)
 
 
 def _least(step: Step, budget: Budget | None) -> tuple[Choice, bool]:
@@ -462,7 +457,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
         on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
         if tuple(copies) not in with_copies:
-            with_copies[tuple(copies)] = verify(add_copies(traced.base, copies))
+            with_copies[tuple(copies)] = copying(copies).made(traced.base)
         program, rest = (
             with_copies[tuple(copies)],
             lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier)),

@@ -1,6 +1,6 @@
-"""Lists the passes that make a finished program of a base program, in their one order.
+"""Lists the passes that make a finished program of a recorded one, in their one order.
 
-    base program -- remat, accumulate, shard, cut_update -->
+    recorded program -- fuse, copies --> base program -- remat, accumulate, shard, cut_update -->
     lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program
 
 A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once
@@ -13,8 +13,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from fzero.errors import FzeroTypeError, VerifyError, message
-from fzero.passes import accumulate, pool, remat, shard, tiers
+from fzero.layout import Leaf
+from fzero.passes import accumulate, fuse, pool, remat, shard, tiers
 from fzero.passes.choice import Choice
+from fzero.passes.copies import add_copies
 from fzero.passes.cut_update import cut_update
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import Order, overlap
@@ -89,6 +91,10 @@ class Pass(NamedTuple):
     check: Callable[[Program], Program] | None = None
     own: bool = True
 
+    def made(self, program: Program) -> Program:
+        """The program that it makes whatever was chosen, verified."""
+        return self.verified(self.rewrite(program, None))
+
     def verified(self, program: Program) -> Program:
         """The program that it made, if that keeps the rules.
 
@@ -103,6 +109,20 @@ class Pass(NamedTuple):
             if not self.own:
                 text = text.replace(BUG, f"the rewrite of {self.name!r} made it: make that keep the rules")
             raise VerifyError(text) from None
+
+
+FUSE = Pass("fuse", lambda program, _: fuse.rewrite(program))
+"""The first pass of a training step."""
+
+
+def copying(copies: Mapping[str, Leaf]) -> Pass:
+    """The pass that has a step compute with copies of masters, by the path of each master."""
+    return Pass("copies", lambda program, _: add_copies(program, copies))
+
+
+def sharding(zero: Zero) -> Pass:
+    """The one pass before the order of an evaluation, which has nothing to choose."""
+    return Pass("shard", lambda program, _: shard.rewrite(program, zero))
 
 
 def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[Pass, ...]:

@@ -58,7 +58,8 @@ def simulate(
     Raises:
         FzeroValueError: a batch that does not divide among the ranks; a step whose transforms keep more than
             parameters and optimizer state (offload, a loss scale, fp8 with a history).
-        DivergenceError: ranks that are to hold the same part of a leaf hold different values: a collective is missing.
+        DivergenceError: ranks that are to hold the same part of a leaf, or the same metric, hold different values: a
+            collective is missing.
 
     Example:
         >>> import torch, fzero as fz
@@ -160,16 +161,29 @@ def _one_step(
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     ran = [f.result() for f in done]
     put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in program.leaves.items()}
-    if problems := [problem for _, found in put_together.values() for problem in found]:
-        fix = "a reduction is missing, or is over too few axes: look for the leaf's gradient in print(fz.lower(...))"
+    problems = [problem for _, found in put_together.values() for problem in found]
+    metrics = [tree.unflatten(lowered.structure, [rank.values[name] for name in program.outputs]) for rank in ran]
+    problems += _unequal(metrics)
+    if problems:
+        fix = "a reduction is missing, or over too few axes: look for the gradient or metric in print(fz.lower(...))"
         raise DivergenceError(message("simulate", f"ranks of mesh {program.mesh} hold different values", problems, fix))
     after = {name: leaf for name, (leaf, _) in put_together.items()}
     params, opt_state = (
         inputs and inputs.rebuild({i: after[inputs.leaves[i].path] for i in inputs.distinct})
         for inputs in (lowered.params, lowered.opt_state)
     )
-    metrics = tree.unflatten(lowered.structure, [ran[0].values[name] for name in program.outputs])
-    return State(after["step"], params, opt_state, after["key"], {}), metrics
+    return State(after["step"], params, opt_state, after["key"], {}), metrics[0]
+
+
+def _unequal(metrics: Sequence[Any]) -> list[str]:
+    """The metrics that are not the same on every rank."""
+    first, paths = tree.leaves(metrics[0]), tree.paths(metrics[0], "metrics")
+    return [
+        f"{path}: not the same on rank {rank} as on rank 0"
+        for rank, found in enumerate(metrics)
+        for path, x, y in zip(paths, first, tree.leaves(found), strict=True)
+        if not torch.equal(x.nan_to_num(), y.nan_to_num())
+    ]
 
 
 def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
