@@ -347,7 +347,7 @@ def make_mesh(
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
         return Mesh(sizes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
-    if device == "cuda":  # two communicators are in flight at once: their kernels must start in one order on all ranks
+    if device == "cuda":  # kernels of two communicators run at once, and must start in one order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():  # whose store may hold what an earlier start wrote
         generation = [secrets.token_hex(8)]

@@ -17,9 +17,12 @@ def unit(parts: tuple[str, ...]) -> str:
     return f"{parts[0]}/" if (PACKAGE / parts[0]).is_dir() else parts[0]
 
 
+def table() -> str:
+    return PAGE.partition("## The pipeline, folder by folder")[2].partition("**`tree`")[0]
+
+
 def rows() -> list[set[str]]:
-    table = PAGE.partition("## The pipeline, folder by folder")[2].partition("**`tree`")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    cells = [line.split("|")[1] for line in table().splitlines() if line.startswith("| `")]
     return [set(re.findall(r"`([^`]+)`", cell)) for cell in cells]
 
 
@@ -51,6 +54,14 @@ def test_what_imports_what() -> None:
         if row[other] > row[units[p]]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_folder_has_one_sentence() -> None:
+    """The first of its docstring stands in the table."""
+    for path in PACKAGE.glob("*/__init__.py"):
+        first = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
+        sentence = re.match(r".*?\.(?=\s|$)", first)
+        assert sentence and sentence[0] in table(), path
 
 
 def test_every_file_is_in_the_page() -> None:

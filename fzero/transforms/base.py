@@ -1,8 +1,8 @@
-"""Defines transforms: each is a spec, a frozen record of what is wanted. Applying it adds the spec to the step, nothing
-more.
+"""Defines transforms: each is a spec, frozen data that says what is wanted. Applying it adds the spec to the step,
+nothing more.
 
 Records commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
-same program. A record that contradicts one already there raises at once and names both.
+same program. A spec that contradicts one already there raises at once and names both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ T = TypeVar("T", bound="Transform")
 
 @dataclass(frozen=True)
 class Transform:
-    """A record. `order` is its place in the canonical order."""
+    """A spec. `order` is its place in the canonical order."""
 
     order: ClassVar[int] = 0
     name: ClassVar[str] = ""
 
     def __call__(self, step: Any) -> Any:
-        """The step with this record added.
+        """The step with this spec added.
 
         Raises:
             TransformError: one that does nothing to an evaluation, which `fz.compose(*train.resolved.transforms)` may
@@ -44,7 +44,7 @@ class Transform:
         return self.add(step)
 
     def add(self, step: Any) -> Any:
-        """The step with this record, whether it does anything to it or not."""
+        """The step with this spec, whether it does anything to it or not."""
         if not hasattr(step, "transforms"):
             raise FzeroTypeError(
                 message(
@@ -66,7 +66,7 @@ class Transform:
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
 
     def conflict(self, other: Transform) -> str | None:
-        """Why this and `other` cannot both hold, or None. Two different records of one kind never can."""
+        """Why this and `other` cannot both hold, or None. Two different specs of one kind never can."""
         return f"two different {self.name}" if type(self) is type(other) else None
 
     def idle(self, step: EvalStep) -> str | None:
@@ -93,13 +93,13 @@ class Transform:
         return f"{self.name}({', '.join(shown)})"
 
 
-def applied(record: Transform, step: Step | EvalStep | None) -> Any:
+def applied(spec: Transform, step: Step | EvalStep | None) -> Any:
     """The transformed step, or the transform itself when called without a step."""
-    return record if step is None else record(step)
+    return spec if step is None else spec(step)
 
 
 def find(transforms: tuple[Transform, ...], kind: type[T]) -> T | None:
-    """The record of a kind, if the step has one."""
+    """The spec of a kind, if the step has one."""
     return next((t for t in transforms if isinstance(t, kind)), None)
 
 
