@@ -1,7 +1,7 @@
 """Defines transforms: each is a spec, frozen data that says what is wanted. Applying it adds the spec to the step,
 nothing more.
 
-Records commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
+Specs commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
 same program. A spec that contradicts one already there raises at once and names both.
 """
 
