@@ -208,6 +208,14 @@ def test_each_row_is_complete() -> None:
             assert type(row).means is not Op.means, name
 
 
+def test_a_row_is_checked_when_it_is_defined() -> None:
+    wrong = {"computes": "moon", "pool": "lake", "args": 1.5, "writes": "twice", "in_place": "no", "attrs": int}
+    with pytest.raises(fz.errors.FzeroTypeError, match="the row Wrong is invalid") as found:
+        type("Wrong", (Op,), {"name": "a b", **wrong})
+    assert all(f"{field}={value!r}: is " in str(found.value) for field, value in wrong.items())
+    assert "name='a b'" in str(found.value) and "\nFix: " in str(found.value)
+
+
 def test_an_op_added_later_hides_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Names()("clamp") == "clamp"
     monkeypatch.setitem(OPS, "clamp", Clamp())

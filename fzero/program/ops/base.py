@@ -15,12 +15,20 @@ import torch
 from typing_extensions import TypeVar
 
 from fzero.boxes import Boxes, Dim
+from fzero.errors import FzeroTypeError, message
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.attrs import Attrs, JoinAttrs, PartAttrs
 from fzero.program.ir import Line, Place, Placement, Program, Value
 
 ANY = -1
 """Any number of arguments or results."""
+
+_WORDS = {
+    "computes": {"device", "said", "there", ""},
+    "between": {"ranks", "tiers", ""},
+    "pool": {"total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results", ""},
+}
+_FLAGS = ("in_text", "body", "waits", "settles", "skipped", "in_place", "outlives", "makes_own", "overwrites")
 
 A = TypeVar("A", bound=Attrs, default=Attrs)
 
@@ -140,6 +148,26 @@ class Op(Generic[A]):
     outlives: ClassVar[bool] = False
     makes_own: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Raises FzeroTypeError, when the class is defined, if a field has a value that no row can have."""
+        super().__init_subclass__()
+        problems = [
+            f"{f}={v!r}: is one of {sorted(may)}" for f, may in _WORDS.items() if (v := getattr(cls, f)) not in may
+        ]
+        problems += [f"{f}={getattr(cls, f)!r}: is a bool" for f in _FLAGS if not isinstance(getattr(cls, f), bool)]
+        if not isinstance(cls.writes, bool) and cls.writes != "always":
+            problems.append(f"writes={cls.writes!r}: is a bool or 'always'")
+        for field in ("args", "out"):
+            if type(num := getattr(cls, field)) is not int or num < ANY:
+                problems.append(f"{field}={num!r}: is a number of values, or ANY")
+        if not (isinstance(cls.attrs, type) and issubclass(cls.attrs, Attrs)):
+            problems.append(f"attrs={cls.attrs!r}: is a class of attributes, as those of fzero/program/attrs.py")
+        if not str(name := getattr(cls, "name", "_")).isidentifier():
+            problems.append(f"name={name!r}: is what the text of a program calls")
+        if problems:
+            fix = "see fzero.program.ops.base.Op for what each field says"
+            raise FzeroTypeError(message("ops", f"the row {cls.__name__} is invalid", problems, fix))
 
     # --- what is checked ---
 
