@@ -278,6 +278,48 @@ def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> 
     )
 
 
+@pytest.mark.parametrize(
+    "transforms",
+    [(fz.shard_params(),), (fz.shard_grads(),), (fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"))],
+)
+def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(transforms: Any) -> None:
+    """A reduction in a loop travels while the next block computes; the one after it is added before anything else reads
+    the total."""
+    shapes = {"up": (1024, 4096), "down": (4096, 1024)}
+    params = [{name: torch.empty(shape, device="meta") for name, shape in shapes.items()} for _ in range(8)]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            x = fz.block(lambda p, x: x + torch.relu(x @ p["up"]) @ p["down"])(p, x)
+        return x.square().mean()
+
+    step = fz.compose(*transforms, fz.mixed_precision("bf16"), fz.accumulate(4))(
+        fz.train_step(loss, fz.optim.adamw(1e-3))
+    )
+    batch = torch.empty(4096, 1024, device="meta")
+
+    def within(budget: str | None) -> fz.Lowered:
+        mesh = fz.AbstractMesh(node=2, data=4) if len(transforms) > 1 else fz.AbstractMesh(data=4)
+        return fz.lower(step, mesh, params, batch, memory_budget=budget, device="h100")
+
+    first = within(None)
+    roomy = within(f"{1.25 * first.plan.peak_bytes:.0f}B")  # where gradients do not fit whole
+    assert roomy.choice.order.late_sums and not first.choice.order.late_sums
+    assert ("sums", "a block later") in [d[:2] for d in roomy.plan.decisions]
+    assert roomy.plan.exposed_seconds < 0.7 * first.plan.exposed_seconds
+    assert not within(f"{first.plan.peak_bytes + 1}B").choice.order.late_sums
+
+    def between(found: fz.Lowered) -> list[int]:
+        """Blocks that run while each reduction over `data` travels, within the loop."""
+        (loop,) = (x for x in found.program.lines if x.op == "loop")
+        at = {x.args[0]: i for i, x in enumerate(loop.body) if x.op == "wait"}
+        blocks = [i for i, x in enumerate(loop.body) if x.block is not None]
+        sent = [(i, at[x.out[0].name]) for i, x in enumerate(loop.body) if x.op == "reduce_scatter_start"]
+        return [sum(a < i < b for i in blocks) for a, b in sent]
+
+    assert set(between(first)) == {0} and between(roomy)[:-1] == [1] * (len(between(roomy)) - 1)
+
+
 def test_gathers_start_further_ahead(unordered: Program) -> None:
     def first_start_after(program: Program, blocks: int) -> int:
         seen = 0

@@ -1,9 +1,10 @@
 """Searches for the fastest program within a memory budget, among the choices that a step leaves open, by the plan.
 
 Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
-and reduced once, which gathers serve forward and backward, how far ahead a gather starts, which transfers travel
-together, and how much of what rests off the device is updated on the host. Every candidate is the finished program with
-its plan, so the peak that is compared with the budget is that of what runs.
+and reduced once, and if not whether they are reduced while the next block computes, which gathers serve forward and
+backward, how far ahead a gather starts, which transfers travel together, and how much of what rests off the device is
+updated on the host. Every candidate is the finished program with its plan, so the peak that is compared with the budget
+is that of what runs.
 
 [Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
 has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
@@ -137,7 +138,12 @@ def _grown(
     if start is None:
         return None
     found, because = [], ""
-    for base in (replace(start, whole_grads=whole) for whole in (False, True)[: 1 + loops]):
+    bases = [start]
+    if loops:
+        asynchronous = known.budget.device.asynchronous  # else nothing is gained by what travels longer
+        late = [replace(start, order=replace(start.order, late_sums=True))] if asynchronous else []
+        bases += [c for c in late if known.fits(c)] + [replace(start, whole_grads=True)]
+    for base in bases:
         if not known.fits(base):
             because = (
                 f"added up whole they would take {size(known.budget.over(known.peaks(base)))} more than the budget"
@@ -302,6 +308,9 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         out.append(
             Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest")
         )
+        if choice.order.late_sums:
+            why = "a micro-batch's gradients are reduced while the next block computes: faster"
+            out.append(Decision("sums", "a block later", why))
         out.append(
             Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together")
         )

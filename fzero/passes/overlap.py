@@ -25,6 +25,8 @@ class Order:
             whole in between.
         ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are
             whole at a time.
+        late_sums: in a loop over micro-batches a reduction is added to those before it a block later, as it is used a
+            block later elsewhere: it travels while that block computes.
         coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and
             all together no more than the largest of their kind.
     """
@@ -32,6 +34,7 @@ class Order:
     shared: int = 0
     ahead: int = 1
     coalesced: int = 0
+    late_sums: bool = False
 
 
 _DEFAULT = Order()
@@ -52,7 +55,7 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
                 lines = _raise(lines, row, state, choice.ahead)
-        return tuple(_pair_updates(_sink_waits(lines)))
+        return tuple(_pair_updates(_sink_waits(lines, choice.late_sums)))
 
     return replace(program, lines=visit(program.lines))
 
@@ -319,13 +322,14 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
     return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in args)
 
 
-def _sink_waits(lines: Sequence[Line]) -> list[Line]:
+def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
     """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy
     to the host, to one block later at most: than where it is, or, of what leaves for the host, than its start, whatever
     is updated in between. What the device stores goes on while the host updates another block."""
     away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
     onward = _onward(lines, waits)
+    sums = _sums(lines, waits) if late_sums else {}
     reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
     reduced |= {*away, *onward}
     scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
@@ -333,13 +337,18 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     leaving = {*away} - stores
     written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
     further = {id(x) for start in onward.values() for x in (start, waits[start.out[0].name])}
+    further.update(id(x) for added in sums.values() for x in added)
     out: list[Line] = []
     held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
 
     def reads(line: Line, wait: Line) -> bool:
         """Whether a line reads what a transfer has brought, as it is or reduced further."""
         start = onward.get(wait.args[0])
-        return _reads(line, wait) or (start is not None and reads(line, waits[start.out[0].name]))
+        return (
+            _reads(line, wait)
+            or any(_reads(line, added) for added in sums.get(wait.args[0], ()))
+            or (start is not None and reads(line, waits[start.out[0].name]))
+        )
 
     for line in lines:
         if id(line) in further:  # comes with the wait before it
@@ -365,7 +374,7 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
         ]:
             held = [(w, left) for w, left in held if w not in due]
             for w in due:
-                out.append(w)
+                out += [w, *sums.get(w.args[0], ())]
                 if start := onward.get(w.args[0]):
                     out.append(start)
                     held.append((waits[start.out[0].name], 1))
@@ -376,9 +385,23 @@ def _sink_waits(lines: Sequence[Line]) -> list[Line]:
     while held:
         w, _ = held.pop(0)
         start = onward.get(w.args[0])
-        out += [w] if start is None else [w, start]
+        out += [w, *sums.get(w.args[0], ())] if start is None else [w, start]
         held += [] if start is None else [(waits[start.out[0].name], 1)]
     return out
+
+
+def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:
+    """For each reduction the lines that add what it brings to what came before, if nothing else reads it."""
+    readers: dict[str, list[Line]] = {}
+    for line in lines:
+        for a in (*line.args, *(a for x in line.body for a in x.args)):
+            readers.setdefault(a, []).append(line)
+    found = {}
+    for handle in (x.out[0].name for x in lines if x.op == _SCATTER):
+        added = [x for v in waits[handle].out for x in readers.get(v.name, [])]
+        if added and all(x.op == "accumulate" for x in added):
+            found[handle] = added
+    return found
 
 
 def _onward(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, Line]:
@@ -418,6 +441,6 @@ def _pair_updates(lines: Sequence[Line]) -> list[Line]:
     return out + finish.get(id(None), [])
 
 
-def _reads(line: Line, wait: Line) -> bool:
-    names = {v.name for v in wait.out}
-    return bool(names & set(line.args)) or any(_reads(x, wait) for x in line.body)
+def _reads(line: Line, maker: Line) -> bool:
+    names = {v.name for v in maker.out}
+    return bool(names & set(line.args)) or any(_reads(x, maker) for x in line.body)
