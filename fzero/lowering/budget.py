@@ -25,6 +25,7 @@ from fzero.errors import BudgetError, message
 from fzero.passes.choice import Choice
 from fzero.passes.overlap import coalescable, sharable
 from fzero.passes.tiers import blocks_updated_on_host
+from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Decision, Plan, peak_bytes, queue_seconds
 from fzero.plan.render import brief
@@ -33,7 +34,6 @@ from fzero.program.ir import Program
 from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
-from fzero.transforms.shard import keeps_gathers
 from fzero.units import duration, exact_size, size
 
 FINEST = 16  # `remat("auto")` looks for a fraction in steps of 1/16

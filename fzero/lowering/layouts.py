@@ -21,6 +21,7 @@ from fzero.lowering.slots import SLOTS
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
+from fzero.passes.zero import Zero
 from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step
@@ -60,12 +61,12 @@ def precision_of(step: Step | EvalStep) -> Precision:
     )
 
 
-def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> shard.Zero:
+def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
-    records = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
+    specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    zero = shard.Zero(
-        records, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep)
+    zero = Zero(
+        specs, mesh, lambda leaf: precision is not None and precision.casts(leaf), find(step.transforms, OnceAStep)
     )
     zero.check()
     return zero

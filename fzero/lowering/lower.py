@@ -44,6 +44,7 @@ from fzero.lowering.variants import Variants, closed, verified
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FUSE, added, copying, sharding
+from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan, peak_bytes, plan
 from fzero.precision.statistics import Watched
@@ -58,7 +59,6 @@ from fzero.transforms.base import find
 from fzero.transforms.offload import Offload, offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import begun, mixed_precision
-from fzero.transforms.shard import keeps_gathers
 from fzero.units import parse_budgets, size
 
 LINES_FOR_ADVICE = 4_000

@@ -18,9 +18,9 @@ from fzero.passes import tiers
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
+from fzero.passes.zero import Zero
 from fzero.program.ir import Program, Value, resting
 from fzero.trace.record import uncollected
-from fzero.transforms.shard import Zero
 
 RECENT = 4
 """Programs whose programs on the way are kept: one of the last that a search looks at is the one it takes."""

@@ -24,11 +24,11 @@ from fzero.passes.rename import apart
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.split import Choices
+from fzero.passes.zero import Zero
 from fzero.program.ir import Line, Program
 from fzero.program.verify import BUG, verify
 from fzero.program.verify_pool import check
 from fzero.transforms.base import Transform
-from fzero.transforms.shard import Zero
 
 Name = Literal[
     "trace",

@@ -22,6 +22,7 @@ import torch
 
 from fzero.boxes import Dim
 from fzero.layout import Leaf
+from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import (
     AddAttrs,
@@ -38,7 +39,6 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, rep
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
 from fzero.program.ops import STARTS
-from fzero.transforms.shard import Zero
 
 
 def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0) -> Program:
@@ -71,7 +71,7 @@ class _Rewrite:
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
-        self.by = max((r for r in zero.records), key=lambda r: r.stage).name
+        self.by = max((r for r in zero.specs), key=lambda r: r.stage).name
         self.local = Placement("local", zero.batch_axes)
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
         update = program.update

@@ -1,20 +1,15 @@
 """Shards state over mesh axes: data_parallel, shard_opt_state, shard_grads, shard_params (ZeRO). Acts on the program,
-all four through one pass: fzero/passes/shard.py."""
+all four through one pass: fzero/passes/shard.py, by what they ask for together (fzero/passes/zero.py)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, predicate
-from fzero.boxes import part_shape
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, message
 from fzero.layout import Leaf
-from fzero.mesh import AbstractMesh
-from fzero.transforms.base import Transform, applied, find
-from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.base import Transform, applied
 
 Where = Predicate
 
@@ -213,131 +208,5 @@ def _checked(record: Parallel) -> Parallel:
     return record
 
 
-def keeps_gathers(transforms: tuple[Transform, ...]) -> OnceAStep | None:
-    """The `once_a_step` among them, if parameters are gathered over its axis."""
-    once = find(transforms, OnceAStep)
-    gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
-    return once if gathers else None
-
-
 def _named(axes: tuple[str, ...]) -> str:
     return repr(axes[0] if len(axes) == 1 else axes)
-
-
-@dataclass(frozen=True)
-class Zero:
-    """The sharding that the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
-
-    records: tuple[Parallel, ...]
-    mesh: AbstractMesh
-    casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
-    once: OnceAStep | None = None
-    # by path of a leaf and stage, the axes of the records that shard it: predicates are asked once
-    _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Axes along which the batch is cut, in mesh order."""
-        wanted = {a for r in self.records for a in r.axes}
-        return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
-
-    def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
-        """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one,
-        that has most."""
-        found = self._known.get(leaf.path)
-        if found is None:
-            cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.records if r.stage}
-            found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.records if r.stage and r.shards(leaf)}
-        # what it is cut along dims over, before it is cut flat
-        dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
-        flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
-        finest = max(flat.values(), key=len, default=())
-        # new values of mutable leaves come whole to every rank; of small leaves some ranks would have nothing
-        if leaf.role == "mutable" or math.prod(left) < self.mesh.axis_size(finest):
-            return dims
-        return dims + max((axes for at, axes in flat.items() if at >= stage), key=len, default=())
-
-    def opt_state(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that a parameter's optimizer state is cut over, and its update: its finest cut."""
-        return self._axes(param, 1)
-
-    def grads(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that the gradients of its micro-batches are cut over when they add up."""
-        axes = self._axes(param, 2)
-        return self.once.before(axes) if self.once and self.once.reductions else axes
-
-    def params(self, param: Leaf) -> tuple[str, ...]:
-        """The axes over which it is whole only around the lines that read it."""
-        return self._axes(param, 3)
-
-    def stays(self, param: Leaf) -> tuple[str, ...]:
-        """The axes over which what is gathered once a step is cut, of blocks whose parts stay gathered."""
-        return self.once.before(self.params(param)) if self.once else self.params(param)
-
-    def rests(self, param: Leaf) -> Leaf:
-        """The parameter as it rests: a master that is only read to be cast as finely cut as its state."""
-        finest = self.opt_state(param)
-        return param.with_layout(axes=finest if self.casts(param) else self.params(param), grid=finest)
-
-    def check_once(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if none of these parameters is cut over the axis of `once_a_step`, though a transform names it."""
-        once = self.once
-        cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.records if r.stage > 1]
-        if once is None or not any(once.axis in axes[1:] for axes in cut):
-            return  # there is one rank along it, or along all that cut before it
-        if any(once.axis in self._axes(leaf, 2) for leaf in leaves):
-            return
-        num = max(self.mesh.axis_size(axes) for axes in cut)
-        few = f"fewer elements than the {num} shards"
-        shown = [f"{leaf}: {few if leaf.numel < num else 'left out'}" for leaf in leaves]
-        more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
-        what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
-        fix = "let `where` accept large parameters, or leave once_a_step out"
-        raise FzeroValueError(message("once_a_step", what, [*(f"{r}" for r in self.records), *shown[:5], *more], fix))
-
-    def check(self) -> None:
-        problems = [f"{r}: the mesh has {self.mesh}" for r in self.records if not {*r.axes} <= {*self.mesh.axes}]
-        if problems:
-            raise FzeroValueError(
-                message(
-                    self.records[0].name,
-                    "unknown mesh axis",
-                    problems,
-                    "name an axis of the mesh: axis='data', or make_mesh(data=...)",
-                )
-            )
-        if self.once:
-            self._check_once(self.once)
-        named = {a for r in self.records for a in r.axes}
-        idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
-        if idle:
-            raise FzeroValueError(
-                message(
-                    "compile",
-                    "no transform uses a mesh axis",
-                    idle,
-                    f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
-                )
-            )
-
-    def _check_once(self, once: OnceAStep) -> None:
-        """Raises if a step has nothing that would cross the axis less often."""
-        axis, cut = once.axis, [r for r in self.records if once.axis in r.axes and r.stage > 1]
-        if cut and any(r.axes[0] != axis for r in cut):
-            return
-        title = f"does nothing over axis {axis!r}" if axis in self.mesh.axes else "unknown mesh axis"
-        if axis not in self.mesh.axes:
-            what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
-        elif cut:
-            others = [a for a in self.mesh.axes if a != axis]
-            what = f"{axis!r} cuts first: gathered over it parameters would be whole until the step ends"
-            fix = (
-                f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
-                f"parameters whole: fz.shard_grads"
-            )
-        else:
-            what = (
-                f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
-            )
-            fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
-        raise FzeroValueError(message("once_a_step", title, [what, *(f"{r}" for r in self.records)], fix))
