@@ -3,6 +3,7 @@ sizes.
 
     python benchmarks/plan_time.py                          # calibrates this machine first; about 10 minutes on 2 cores
     python benchmarks/plan_time.py --device cpu             # how far off the generic device is
+    python benchmarks/plan_time.py --picture step.svg       # and the first case drawn, a step of rank 0 beside its plan
 
 All configurations live in the same processes and take turns, so that drift of the machine meets all alike. The
 prediction is made before the first step, from the program and the device's rates alone.
@@ -67,13 +68,13 @@ def worker(args: argparse.Namespace) -> None:
         program = fz.lower(step, mesh, params, batch).program
         found = plan(program, rates[0], backend=args.backend)
         train = fz.compile(step, mesh, backend=args.backend)
-        live.append([train, train.init(make_init(config), fz.random.key(0)), batch])
+        live.append([train, train.init(make_init(config), fz.random.key(0)), batch, found])
         steps(len(live) - 1, args.warmup)
         return {"step_s": found.step_seconds, "compute_s": found.compute_seconds, "exposed_s": found.exposed_seconds}
 
     def steps(which: int, count: int) -> float:
         """Seconds a step of one configuration."""
-        train, state, batch = live[which]
+        train, state, batch, _ = live[which]
         start = time.perf_counter()
         for _ in range(count):
             state, metrics = train(state, batch)
@@ -83,8 +84,10 @@ def worker(args: argparse.Namespace) -> None:
 
     def exposed(which: int) -> float:
         """Seconds that one step spends at its transfers' starts and waits."""
-        train, state, batch = live[which]
+        train, state, batch, found = live[which]
         live[which][1], events = train.profile(state, batch)
+        if args.picture and not which and not mesh.rank:
+            found.save_picture(args.picture, measured=events)
         transfers = {
             line for line, (x, _) in enumerate(train.program.walk()) if x.op == "wait" or x.op.endswith("_start")
         }
@@ -99,7 +102,8 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    flags = passed_on(args, "backend", "warmup", "seconds") + ([f"--device={args.device}"] if args.device else [])
+    flags = passed_on(args, "backend", "warmup", "seconds")
+    flags += [f"--{name}={given}" for name in ("device", "picture") if (given := getattr(args, name))]
     points: list[dict[str, Any]] = []
     with Group(__file__, args.processes, flags, timeout=1200) as group:
         device = group.ask("learn")[0]
@@ -149,7 +153,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: dict[
         f"{verdict(worst, LIMIT)}; the worst is off by {worst:.1%}",
     ]
     columns = ("", "planned s", "measured s", "planned - measured", "transfers planned s", "measured s")
-    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("worker", "out", "picture")}
     publish(
         args.name,
         "Step time, planned and measured",
@@ -168,6 +172,7 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help="of all cases, instead of their own")
     parser.add_argument("--device", help="name or calibration file to plan with; by default this machine is calibrated")
     parser.add_argument("--seconds", type=float, default=5.0, help="for the calibration")
+    parser.add_argument("--picture", help="FILE.svg or .png to draw the first case to: its plan, and a step of rank 0")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from fzero.measure import calibrate as module
 from fzero.measure import probes
 from fzero.measure.calibrate import calibrate
 from fzero.plan.calibration import calibration_path, load_calibration, machine, save_calibration
-from fzero.plan.devices import KNOWN, Device, Link, get_device
+from fzero.plan.devices import FORMAT, KNOWN, Device, Link, get_device
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def plausible(device):
     """Every number measured, positive and not absurd."""
     assert set(device.flops) >= {"float32", "bfloat16"} and set(device.attention) >= {"float32", "float32 backward"}
     assert all(1e8 < rate < 1e16 for rate in (*device.flops.values(), *device.attention.values()))
-    assert 1e8 < device.memory_bandwidth < 1e13
+    assert 1e8 < device.memory_bandwidth < 1e13 and 1e7 < device.transcendentals < 1e15
     assert 0 < device.call_seconds < 0.01
     for link in (*device.links.values(), device.host_copy, device.disk_read, device.disk_write):
         assert 0 <= link.latency < 1 and 1e5 < link.bandwidth < 1e13 and math.isfinite(link.bandwidth)
@@ -118,9 +119,27 @@ def test_a_file_of_another_machine_or_version_is_refused(here, change, shown):
         load_calibration(calibration_path())
     assert shown in str(error.value)
     assert str(error.value).splitlines()[-1].startswith("Fix:") and "fzero calibrate" in str(error.value)
-    assert get_device(None) is KNOWN["cpu"]  # by default it is as if there were none
-    # a plan may be for any machine
-    assert get_device(calibration_path()) == Device.from_json(calibration_path().read_text())
+    # by default it is as if there were none, but the plan says so
+    found = get_device(None)
+    assert dataclasses.replace(found, source="") == dataclasses.replace(KNOWN["cpu"], source="")
+    assert found.source.startswith(KNOWN["cpu"].source) and shown in found.source
+    if "format" not in shown:  # a plan may be for any machine
+        assert get_device(calibration_path()) == Device.from_json(calibration_path().read_text())
+
+
+def test_a_file_of_an_older_format_is_refused_by_name(here):
+    """It has other rates, or ones that were measured otherwise; measuring again replaces it."""
+    data = json.loads(calibration_path().read_text())
+    data["format"] = FORMAT - 1
+    del data["transcendentals"]
+    calibration_path().write_text(json.dumps(data))
+    for named in (calibration_path(), f"{calibration_path()},memory_bytes=1GB"):
+        with pytest.raises(FzeroValueError) as error:
+            get_device(named)
+        assert f"format: {FORMAT - 1} in the file, {FORMAT} here" in str(error.value)
+        assert "fzero calibrate" in str(error.value).splitlines()[-1]
+    save_calibration(here, calibration_path())
+    assert get_device(None) == here
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2, "torch": "x", "machine": 3}'])
@@ -152,6 +171,20 @@ def test_a_machine_is_told_by_what_changes_its_rates():
         assert {k for k, v in machine("cpu").items() if v != before[k]} == {"threads"}
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_rate_of_functions_counts_as_a_plan_does(monkeypatch):
+    """Two exponentials, two error functions, two tanhs at three each, of every element."""
+    monkeypatch.setattr(probes, "best", lambda run, device, seconds: (run(), 1.0)[1])
+    monkeypatch.setattr(probes, "has_compiler", lambda: False)
+    assert probes.transcendental_rate(fz.make_mesh(data=1), 1.0) == 10 * probes._ELEMENTS
+
+
+def test_memory_is_measured_past_the_caches(monkeypatch):
+    monkeypatch.setattr(probes, "best", lambda run, device, seconds: run().nbytes)
+    monkeypatch.setattr(probes, "_PAST_CACHES", 1 << 16)
+    assert probes.copy_rate(torch.device("cpu"), 1.0) == 2  # read and written, of as much as was copied
+    assert probes._COPY > 1 << 23
 
 
 def test_a_line_through_two_times_is_a_link():

@@ -180,6 +180,45 @@ def test_an_update_in_place_reads_and_writes_its_state_once():
     assert found.bytes == pytest.approx(7 * 4 * numel, rel=0.01)
 
 
+# --- transcendental functions ---
+
+
+@pytest.mark.parametrize(
+    ("fn", "each"),
+    [
+        (lambda x: torch.exp(x) + 1, 1),
+        (lambda x: torch.tanh(x), 3),
+        (lambda x: F.gelu(x), 1),
+        (lambda x: F.gelu(x, approximate="tanh"), 3),
+        (lambda x: torch.softmax(x, -1), 1),
+        (lambda x: x.pow(3) + x.pow(0.5) + torch.sqrt(x) * x, 0),
+        (lambda x: x.pow(1.3), 4),
+        (lambda x: 2.0**x, 4),
+    ],
+)
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_transcendental_functions_are_counted_by_element(fn, each, backend):
+    found = cost.cost_of(function(fn, (64, 64)), backend).transcendentals
+    assert sum(count for _, count in found) == each * 64 * 64
+    assert len(found) == bool(each)
+
+
+def test_functions_are_counted_in_each_kernel_that_computes_them():
+    """What two products read is written once; a chain is one kernel; attention's are a part of its rate."""
+
+    def layer(x, w, v):
+        y = torch.tanh(x @ w)
+        return y @ v + torch.exp(y @ w)
+
+    ((small, first), (large, second)) = cost.cost_of(function(layer, *[(64, 64)] * 3)).transcendentals
+    assert {first, second} == {3 * 64 * 64, 64 * 64} and small != large
+
+    def attention(q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    assert cost.cost_of(function(attention, (2, 4, 64, 16))).transcendentals == ()
+
+
 # --- temporaries ---
 
 
@@ -353,6 +392,12 @@ def test_products_and_the_rest_add_up():
     assert bound.seconds(device) == pytest.approx(0.2 + 1e-3)
 
 
+def test_a_kernel_takes_its_bytes_or_its_functions():
+    found = cost.Cost(bytes=3e9, transcendentals=((1e9, 5e8), (1e9, 1e9)))
+    device = dataclasses.replace(CPU, memory_bandwidth=1e9, transcendentals=5e8, call_seconds=0.0)
+    assert found.seconds(device) == pytest.approx(1 + 1 + 2)  # the rest, a kernel that memory bounds, one that is not
+
+
 def test_attention_has_a_rate_of_its_own():
     found = cost.Cost(flops={torch.float32: 2e9}, attention={(torch.float32, "backward"): 1e9})
     device = dataclasses.replace(
@@ -392,6 +437,9 @@ def test_known_devices_have_sources():
         assert get_device(name) is device and device.name == name
         assert device.source and {"float32", "bfloat16"} <= set(device.flops)
     assert KNOWN["h100"].flops["bfloat16"] == pytest.approx(0.65 * 989e12)
+    # 132 and 108 multiprocessors, 16 in a clock of each, at 1.98 and 1.41 GHz
+    assert KNOWN["h100"].transcendentals == pytest.approx(0.65 * 132 * 16 * 1.98e9, rel=0.01)
+    assert KNOWN["a100"].transcendentals == pytest.approx(0.65 * 108 * 16 * 1.41e9, rel=0.01)
 
 
 def test_what_a_host_has_is_shared_by_its_ranks():

@@ -24,6 +24,7 @@ from fzero.mesh import Mesh
 from fzero.plan.devices import Link
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
+from fzero.trace.flops import transcendentals
 from fzero.trace.record import record
 
 aten = torch.ops.aten
@@ -33,6 +34,8 @@ Progress = Callable[[str], None]
 # rows, columns, inner of a product
 _SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]
 _COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
+_PAST_CACHES = 4 * _COPY  # of a copy of memory: more than those that several share, as a step's values are together
+_ELEMENTS = 1 << 18  # of a function on a CPU: 1 MiB, so that it is not memory that is measured
 _PAGE = 4096
 _REQUEST = 8 * PIECE  # bytes of a disk's reads and writes: more than its threads move at once
 SCRATCH = 4 * _REQUEST
@@ -50,7 +53,7 @@ def rates(
         progress: called with what is being measured.
         directory: whose disk is measured.
     """
-    device, each = mesh.device, seconds / 8
+    device, each = mesh.device, seconds / 9
     out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}}
     for dtype in _dtypes(device):
         name = str(dtype).removeprefix("torch.")
@@ -63,11 +66,13 @@ def rates(
             }
     progress("memory")
     out["memory_bandwidth"] = copy_rate(device, each / 2)
+    progress("functions")
+    out["transcendentals"] = transcendental_rate(mesh, each / 2)
     progress("calls")
     out["call_seconds"] = call_seconds(mesh, each / 2)
     progress("host")
     out["host_copy"] = host_copy(device, each / 2)
-    out["host_memory_bandwidth"] = copy_rate(torch.device("cpu"), each / 2, 1 if device.type == "cpu" else 16)
+    out["host_memory_bandwidth"] = copy_rate(torch.device("cpu"), each / 2, 1 if device.type == "cpu" else 4)
     progress("disk")
     out["disk_read"], out["disk_write"], out["disk_mixed"] = disk(each, directory)
     if mesh.size > 1:
@@ -110,7 +115,7 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
 
 def copy_rate(device: torch.device, seconds: float, times: int = 1) -> float:
     """Bytes/s read and written together. `times`: as much as one thread's caches do not hold, where there are many."""
-    nbytes = _COPY * times if device.type == "cpu" else 32 * _COPY
+    nbytes = _PAST_CACHES * (times if device.type == "cpu" else 8)
     source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / best(lambda: target.copy_(source), device, seconds)
 
@@ -118,20 +123,36 @@ def copy_rate(device: torch.device, seconds: float, times: int = 1) -> float:
 def call_seconds(mesh: Mesh, seconds: float) -> float:
     """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no
     compiler."""
-    device = mesh.device
 
-    def fn(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    def calls(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [torch.sin(x) * y, x + y]
 
+    (_, run), x, count = _built(calls, 2048, mesh), torch.zeros(2048, device=mesh.device), 20
+    return best(lambda: [run(x, x) for _ in range(count)], mesh.device, seconds) / count
+
+
+def transcendental_rate(mesh: Mesh, seconds: float) -> float:
+    """Elements/s of exponentials, or what takes as long, in a compiled function: of the mean of those that models
+    have."""
+
+    def functions(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.exp(x) + torch.tanh(x) + torch.erf(x) + torch.exp(y) * torch.tanh(y) * torch.erf(y)]
+
+    numel = _ELEMENTS * (1 if mesh.device.type == "cpu" else 1 << 8)
+    x, y = (torch.randn(numel, device=mesh.device) for _ in range(2))
+    function, run = _built(functions, numel, mesh)
+    count = sum(transcendentals(node) for node in function.graph.graph.nodes)
+    return count / best(lambda: run(x, y), mesh.device, seconds)
+
+
+def _built(fn: Callable[..., list[torch.Tensor]], numel: int, mesh: Mesh) -> tuple[Function, Callable[..., Any]]:
+    """A function of two vectors, recorded, and as a program runs it: compiled, if there is a compiler."""
     with compat.FakeTensorMode():
-        graph = record(
-            fn, [torch.empty(2048, device=device.type) for _ in range(2)], owner="calibrate", names=["x", "y"]
-        )
-    backend = "inductor" if device.type != "cpu" or has_compiler() else "eager"
-    run = build({"calls": Function("calls", graph)}, backend, mesh)["calls"]
-    x = torch.zeros(2048, device=device)
-    count = 20
-    return best(lambda: [run(x, x) for _ in range(count)], device, seconds) / count
+        fakes = [torch.empty(numel, device=mesh.device.type) for _ in range(2)]
+        graph = record(fn, fakes, owner="calibrate", names=["x", "y"])
+    function = Function(fn.__name__, graph)
+    backend = "inductor" if mesh.device.type != "cpu" or has_compiler() else "eager"
+    return function, build({function.name: function}, backend, mesh)[function.name]
 
 
 def host_copy(device: torch.device, seconds: float) -> Link:

@@ -1,9 +1,9 @@
 """Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
 
 [Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
-products is bound by memory, and compilers fuse it, so it takes the bytes of its kernels (inductor/fusion.py) /
-bandwidth. The two add up: products and the rest run one after the other. A roofline of the whole function, which takes
-the larger of the two, is below what is measured.
+products is fused by compilers, and each kernel of it (inductor/fusion.py) takes its bytes / bandwidth, or its
+transcendental functions / their rate where that is more. The two add up: products and the rest run one after the other.
+A roofline of the whole function, which takes the larger of the two, is below what is measured.
 
 Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
 """
@@ -44,6 +44,7 @@ class Cost:
         attention: those among them of fused attention, by dtype and "forward" or "backward".
         product_bytes: read and written by products.
         bytes: read and written in all.
+        transcendentals: for each kernel that computes some, its bytes and its transcendental functions of elements.
         num_kernels: products and fused kernels.
         num_calls: calls from Python.
     """
@@ -52,6 +53,7 @@ class Cost:
     attention: Mapping[tuple[torch.dtype, str], float] = field(default_factory=dict)
     bytes: float = 0.0
     product_bytes: float = 0.0
+    transcendentals: tuple[tuple[float, float], ...] = ()
     num_kernels: int = 0
     num_calls: int = 1
 
@@ -67,11 +69,12 @@ class Cost:
             for (dtype, way), flops in self.attention.items()
         )
         products = max(products, self.product_bytes / device.memory_bandwidth)
-        return (
-            products
-            + (self.bytes - self.product_bytes) / device.memory_bandwidth
-            + self.num_calls * device.call_seconds
+        rest = (self.bytes - self.product_bytes) / device.memory_bandwidth
+        rest += sum(
+            max(0.0, count / device.transcendentals - nbytes / device.memory_bandwidth)
+            for nbytes, count in self.transcendentals
         )
+        return products + rest + self.num_calls * device.call_seconds
 
 
 _costs: dict[str, weakref.WeakKeyDictionary[Function, Cost]] = {}
@@ -105,6 +108,7 @@ def _cost(function: Function, backend: str) -> Cost:
         attention=dict(attention),
         bytes=sum(k.nbytes for k in found.kernels),
         product_bytes=sum(k.nbytes for k in found.kernels if k.product is not None),
+        transcendentals=tuple((k.nbytes, k.transcendentals) for k in found.kernels if k.transcendentals),
         num_kernels=len(found.kernels),
     )
 

@@ -18,6 +18,10 @@ from fzero.errors import FzeroValueError, message
 from fzero.plan.rates import FORMAT, Device, Host, Link
 from fzero.units import parse_bytes
 
+_SPECIAL = 1 / 16
+"""Transcendental functions a FLOP in float32: a multiprocessor computes 16 in a clock, and 128 fused multiplications
+and additions, an A100's 64 (CUDA C++ programming guide, "Throughput of Native Arithmetic Instructions"); an AMD compute
+unit as an H100's."""
 _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
 """Shares of a datasheet's peak that large matrix products, streaming kernels and large transfers reach, as published
 benchmarks of these devices find."""
@@ -43,6 +47,7 @@ def _datasheet(
     source: str,
     per_host: int = 8,
     compute: float = _SHARE["compute"],
+    special: float = _SPECIAL,
 ) -> Device:
     """A device from its datasheet.
 
@@ -59,7 +64,8 @@ def _datasheet(
         host: that it is usually in.
         source: the datasheet and what is assumed around it.
         per_host: devices in a host.
-        compute: what large products reach of their peak.
+        compute: what large products, and transcendental functions, reach of their peak.
+        special: transcendental functions a FLOP in float32.
     """
     share = _SHARE["link"]
     stated = (
@@ -70,6 +76,7 @@ def _datasheet(
         name=name,
         flops={k: v * compute for k, v in flops.items()},
         memory_bandwidth=memory * _SHARE["memory"],
+        transcendentals=flops["float32"] * special * compute,
         memory_bytes=int(capacity),
         links={"intra": Link(3e-6, peer * share), "inter": Link(8e-6, network * share)},
         devices_per_host=per_host,
@@ -140,6 +147,7 @@ _DATASHEETS = [
         network=25e9,
         pcie=32e9,
         host=_DDR4_SERVER,
+        special=2 * _SPECIAL,
         source="NVIDIA A100 80 GB SXM datasheet, dense, 200 Gb/s network",
     ),
     _datasheet(
@@ -191,6 +199,7 @@ KNOWN: Mapping[str, Device] = {
         name="cpu",
         flops={"float32": 6e10, "bfloat16": 5e10, "float16": 5e10},
         memory_bandwidth=1.5e10,
+        transcendentals=8e8,
         memory_bytes=16 * 2**30,
         links={"intra": Link(1e-4, 1.5e9), "inter": Link(2e-4, 1e9)},
         devices_per_host=2,
@@ -244,8 +253,9 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
             return (
                 load_calibration(calibration_path(device_type)) if calibration_path(device_type).exists() else generic
             )
-        except FzeroValueError:  # of another machine or version: as if there were none
-            return generic
+        except FzeroValueError as error:  # of another machine or version: as if there were none, but told
+            why = "; ".join(line.strip() for line in str(error).splitlines()[1:-1])
+            return replace(generic, source=f"{generic.source}; this machine's calibration is passed over: {why}")
     if not isinstance(name, (str, Path)):
         raise FzeroValueError(
             message(

@@ -18,8 +18,8 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 
-FORMAT = 3
-"""Format of a calibration file; a file of another is measured again."""
+FORMAT = 4
+"""Format of a calibration file; one of another is refused, and measured again."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Device:
     Attributes:
         flops: attainable FLOP/s of large matrix products, by dtype name (`"float32"`, `"bfloat16"`, …).
         memory_bandwidth: bytes/s read and written together by an operation that does little else.
+        transcendentals: elements/s of an exponential, or of what takes as long (trace/flops.py), in compiled functions.
         memory_bytes: of the device.
         links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
         devices_per_host: ranks that share a host.
@@ -93,6 +94,7 @@ class Device:
     name: str
     flops: Mapping[str, float]
     memory_bandwidth: float
+    transcendentals: float
     memory_bytes: int
     links: Mapping[str, Link]
     devices_per_host: int
@@ -150,6 +152,10 @@ class Device:
         """
         try:
             data = json.loads(text)
+            if (found := data.get("format", FORMAT)) != FORMAT:
+                raise ValueError(
+                    f"format: {found!r} in the file, {FORMAT!r} here: rates were added or measured otherwise"
+                )
             links = {k: Link(**v) for k, v in data["links"].items()}
             ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}
             host = Host(**data["host"]) if data.get("host") else None

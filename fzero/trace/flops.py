@@ -1,4 +1,5 @@
-"""Counts the floating-point operations of recorded operations: what remat recomputes, and what a plan prices."""
+"""Counts the floating-point operations of recorded operations: what remat recomputes, and what a plan prices; and
+their transcendental functions."""
 
 from __future__ import annotations
 
@@ -77,6 +78,36 @@ def operations(node: fx.Node) -> int:
     results = value if isinstance(value, (tuple, list)) else (value,)
     tensors = (x for x in (*arguments, *results) if isinstance(x, torch.Tensor))  # type: ignore[misc]
     return max((x.numel() for x in tensors), default=0)
+
+
+_TRANSCENDENTAL: dict[Any, int] = {
+    **dict.fromkeys((aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p), 1),
+    **dict.fromkeys((aten.sin, aten.cos, aten.erf, aten.erfc, aten.sigmoid, aten.silu, aten.silu_backward), 1),
+    **dict.fromkeys((aten._softmax, aten._log_softmax, aten._log_softmax_backward_data, aten.logsumexp), 1),
+    **dict.fromkeys((aten.elu, aten.elu_backward, aten.softplus_backward, aten.log_sigmoid_backward), 1),
+    **dict.fromkeys((aten.softplus, aten.log_sigmoid_forward, aten.binary_cross_entropy_with_logits, aten.tan), 2),
+    **dict.fromkeys((aten.mish, aten.mish_backward), 5),
+    aten.gelu: 1,
+    aten.gelu_backward: 2,
+    aten.logaddexp: 2,
+    aten.tanh: 3,
+    aten.pow: 4,
+}
+"""Transcendental functions an element, in those that take as long as an exponential: compiled for AVX-512, an error
+function or a logarithm does, a tanh takes three times as long, a power four times."""
+
+
+def transcendentals(node: fx.Node) -> int:
+    """Transcendental functions that a node computes, in exponentials: see `_TRANSCENDENTAL`. Those of fused attention
+    are a part of its rate."""
+    kind = packet(node)
+    if not (each := _TRANSCENDENTAL.get(kind, 0)):
+        return 0
+    if kind in (aten.gelu, aten.gelu_backward) and node.kwargs.get("approximate") == "tanh":
+        each = 3
+    if kind is aten.pow and isinstance(by := node.args[1], (int, float)) and 2 * by == int(2 * by):
+        return 0  # products and square roots
+    return each * operations(node)
 
 
 def attention_of(node: fx.Node) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
-from fzero.trace.flops import PRODUCTS, packet
+from fzero.trace.flops import PRODUCTS, packet, transcendentals
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
 
@@ -80,6 +80,7 @@ class Kernel:
         allocated: buffers that the operation itself allocates, not the compiler.
         vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that
             never leave this kernel.
+        transcendentals: functions of elements that it computes; see trace/flops.py.
     """
 
     reads: Mapping[fx.Node, int]
@@ -88,6 +89,7 @@ class Kernel:
     in_place: Mapping[fx.Node, frozenset[fx.Node]]
     allocated: frozenset[fx.Node]
     vanishing: int
+    transcendentals: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +155,7 @@ class _Analysis:
             and (self.buffer[n] is n or writes(n))
         ]
         self.written = self._written()
+        self.makers: dict[fx.Node, set[fx.Node]] = {}  # what computes a written value, in its kernel
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node, reads in self.reads.items():
@@ -229,6 +232,7 @@ class _Analysis:
                     found[base] = _Read(max(known.nbytes, size), known.aligned and straight)
                 else:
                     todo.append((maker_of(base), straight))
+        self.makers[node] = {maker for maker, _ in seen}
         return found
 
     def _groups(self) -> list[list[fx.Node]]:
@@ -293,7 +297,16 @@ class _Analysis:
         maker = maker_of(group[0])
         product = maker if packet(maker) in PRODUCTS else None
         allocated = written if product is not None and group[0] is not product else ()  # several results
-        return Kernel(reads, written, product, in_place if product is None else {}, frozenset(allocated), vanishing)
+        functions = sum(transcendentals(m) for m in {m for node in group for m in self.makers[node]})
+        return Kernel(
+            reads,
+            written,
+            product,
+            in_place if product is None else {},
+            frozenset(allocated),
+            vanishing,
+            functions,
+        )
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a value is read in its own kernel alone: it never leaves the processor."""
