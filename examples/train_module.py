@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 examples/train_module.py [steps]
 """
 
-import sys
+import argparse
 
 import torch
 import torch.nn as nn
@@ -34,7 +34,9 @@ class NextByte(nn.Module):
         return self.head(self.layers(self.embed(text).flatten(1)))
 
 
-STEPS, ROWS = int(sys.argv[1]) if sys.argv[1:] else 150, 240
+parser = argparse.ArgumentParser(description="Trains a small model on Python's own source.")
+parser.add_argument("steps", type=int, nargs="?", default=150)
+STEPS, ROWS = parser.parse_args().steps, 240
 data = fz.data.TokenDataset(fz.data.python_source(limit_bytes=1 << 20).long(), seq=16, batch=ROWS, seed=0)
 torch.manual_seed(0)  # the same first parameters on every rank
 net = NextByte()

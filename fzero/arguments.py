@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
@@ -55,6 +56,11 @@ def count(name: str, value: Any, least: int = 1) -> list[str]:
 def flag(name: str, value: Any) -> list[str]:
     """Checks a flag, True or False."""
     return [] if isinstance(value, bool) else [f"{name}={shown(value)}: neither True nor False"]
+
+
+def path_like(name: str, value: Any) -> list[str]:
+    """Checks the path of a file."""
+    return [] if isinstance(value, (str, os.PathLike)) else [f"{name}={shown(value)}: must be a path"]
 
 
 def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str]:

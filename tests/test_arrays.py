@@ -1,5 +1,6 @@
 """Arrays, data sets of torch, loaders and the library `datasets`: a step has the same data however it is shared."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,99 @@ def test_loaders_whose_batches_do_not_follow_from_the_step() -> None:
         ArrayDataset.from_loader(torch.utils.data.DataLoader(Squares(), batch_sampler=[[0, 1]]))  # pyright: ignore
     with pytest.raises(FzeroTypeError, match=r"batch\['name'\]\[0\]: str"):
         ArrayDataset(Named(), batch=1).batch_at(0)
+
+
+def test_loaders_of_samplers() -> None:
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+
+    squares = Squares()
+    given = [BatchSampler(kind(squares), 3, False) for kind in (RandomSampler, SequentialSampler)]
+    made = [ArrayDataset.from_loader(DataLoader(squares, batch_sampler=sampler), ranks=2) for sampler in given]
+    assert [(m.batch, m.shuffle) for m in made] == [(6, True), (6, False)]
+    part = Subset(squares, [1, 2, 3])
+    refused: list[tuple[Any, str]] = [
+        (
+            DataLoader(squares, sampler=RandomSampler(squares, num_samples=4)),
+            r"num_samples=4\) takes other than all 10",
+        ),
+        (DataLoader(squares, sampler=RandomSampler(squares, replacement=True)), "with replacement"),
+        (
+            DataLoader(squares, sampler=SequentialSampler(part)),
+            "SequentialSampler is of Subset, not of the loader's own",
+        ),
+        (DataLoader(squares, batch_sampler=BatchSampler(RandomSampler(part), 2, True)), "RandomSampler is of Subset"),
+        (DataLoader(squares, batch_size=None), "batch_size=None"),
+        ([1, 2], "list is no torch.utils.data.DataLoader"),
+    ]
+    for loader, says in refused:
+        with pytest.raises(FzeroTypeError, match=says):
+            ArrayDataset.from_loader(loader)
+    with pytest.raises(FzeroTypeError, match="ranks=0: must be at least 1"):
+        ArrayDataset.from_loader(DataLoader(squares), ranks=0)
+    assert ArrayDataset.from_loader(DataLoader(part, batch_size=2)).num_samples == 3
+
+
+@pytest.mark.parametrize(
+    ("sample", "error", "says"),
+    [
+        (
+            lambda i: torch.zeros(i + 1),
+            FzeroValueError,
+            r"sample 0: float32\[1\]\n  sample 1: float32\[2\]\n(.*\n)*Fix: .*collate=",
+        ),
+        (lambda i: {"x": None}, FzeroTypeError, r"sample 0: {'x': NoneType}\n.*collate="),
+        (lambda i: {"x": 1} if i else {"y": [np.zeros(2)]}, FzeroValueError, r"{'y': list\(float64\[2\]\)}"),
+    ],
+)
+def test_samples_that_make_no_batch(sample: Any, error: type[Exception], says: str) -> None:
+    class Odd(Squares):
+        def __getitem__(self, i: int) -> Any:
+            return sample(i)
+
+    with pytest.raises(error, match=says):
+        ArrayDataset(Odd(), batch=3, shuffle=False).batch_at(0)
+    own = ArrayDataset(Odd(), batch=3, collate=lambda samples: samples[0].missing)
+    with pytest.raises(AttributeError):  # what a function of the user's raises passes
+        own.batch_at(0)
+
+
+def test_functions_of_other_arguments() -> None:
+    with pytest.raises(FzeroTypeError, match=r"transform=.*\(batch\).*must be a function of \(batch, key\)"):
+        ArrayDataset(X, batch=2, transform=lambda batch: batch)  # pyright: ignore
+    with pytest.raises(FzeroTypeError, match="collate=3: must be a function"):
+        ArrayDataset(Squares(), batch=2, collate=3)  # pyright: ignore
+
+
+def test_draws_from_the_global_generator() -> None:
+    class Noisy(Squares):
+        def __getitem__(self, i: int) -> Any:
+            return torch.randn(2)  # here
+
+    says = (
+        r"(?s)global generator.*aten.randn.default in .*test_arrays.py:\d+: return torch.randn\(2\)  # here.*fz.random"
+    )
+    with pytest.raises(FzeroValueError, match=says):
+        ArrayDataset(Noisy(), batch=2).batch_at(0)
+    with pytest.raises(FzeroValueError, match=r"aten\.rand_like"):
+        ArrayDataset(X, batch=2, transform=lambda batch, key: torch.rand_like(batch)).batch_at(0)
+    with (
+        pytest.raises(FzeroValueError, match="global generator"),
+        read_ahead(ArrayDataset(Noisy(), batch=2), 0) as ahead,
+    ):
+        next(iter(ahead))
+
+
+def test_draws_of_another_thread_meanwhile() -> None:
+    def drawn_elsewhere(batch: Any, key: Any) -> Any:
+        thread = threading.Thread(target=torch.rand, args=(1,))
+        thread.start()
+        thread.join()
+        return batch
+
+    assert ArrayDataset(Y, batch=2, shuffle=False, transform=drawn_elsewhere).batch_at(0).tolist() == [0, 1]
+    own = torch.Generator().manual_seed(0)
+    kept = ArrayDataset(Y, batch=2, transform=lambda batch, key: torch.rand(1, generator=own.manual_seed(0)))
+    assert torch.equal(kept.batch_at(0), kept.batch_at(1))
 
 
 class Named(Squares):

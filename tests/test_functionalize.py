@@ -729,6 +729,13 @@ def example(steps: int) -> str:
     return printed.getvalue()
 
 
+def test_the_example_says_what_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_module.py", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(EXAMPLES / "train_module.py"), run_name="__main__")
+    assert "train_module.py [-h] [steps]" in capsys.readouterr().out
+
+
 def test_the_example_is_the_same_on_every_mesh(run_ranks):
     one, three = run_ranks(1, example, 25)[0], run_ranks(3, example, 25)[0]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", one)]

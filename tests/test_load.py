@@ -249,6 +249,8 @@ def test_names_and_ties(tmp_path: Path) -> None:
     train = compiled(fz.make_mesh(data=1))
     tied = torch.empty(4, 3, device="meta")
     params = {"embed": tied, "head": tied, "v": torch.empty(4, device="meta")}
+    with pytest.raises(fz.errors.FzeroTypeError, match="load: reads files\n  path=5: must be a path"):
+        train.load(5)
     state = train.load(tmp_path, params, names={"embed": "model.embed"})
     assert state.params["embed"] is state.params["head"] and torch.equal(state.params["head"], w)
     save_file({"head": w, "v": v}, tmp_path / "model.safetensors")

@@ -577,6 +577,11 @@ def test_a_picture(tmp_path):
     with pytest.raises(errors.FzeroValueError) as caught:
         found.save_picture(tmp_path / "memory.jpg")
     assert "memory.jpg" in str(caught.value) and ".png" in str(caught.value)
+    for path in (5, None):
+        with pytest.raises(errors.FzeroTypeError, match=f"path={path}: must be a path"):
+            found.save_picture(path)
+    with pytest.raises(errors.FzeroValueError, match=r"(?s)the directory of .*nodir.* is not there.*mkdir -p"):
+        found.save_picture(tmp_path / "nodir" / "p.png")
 
 
 @pytest.mark.parametrize("micro", [1, 2, 6])

@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fzero import tree
+from fzero.arguments import path_like
 from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
 from fzero.checkpoint.format import DTYPES, Entry
 from fzero.checkpoint.index import show
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.layout import ties
 
 _COPY = "copy or download the files again"
@@ -52,8 +53,8 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
         >>> import_(f"{root}/model")
         {'w': tensor([1., 1.])}
     """
-    path = Path(path)
     entries, tied = entries_of(path)
+    path = Path(path)
     if like is None:
         tensors = _load(entries)
         for name, kept in tied.items():
@@ -110,7 +111,10 @@ def entries_of(
 
     Raises:
         CheckpointError: files that are missing, truncated or malformed, all of them at once. `owner`: whose it is.
+        FzeroTypeError: what is no path.
     """
+    if problems := path_like("path", path):
+        raise FzeroTypeError(message(owner, "reads files", problems, "give the path of a directory, or of one file"))
     path = Path(path)
     weight_map: dict[str, str] | None = None
     if path.is_dir() and (path / WEIGHTS_INDEX).exists():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fzero import random, tree
+from fzero import compat, random, tree
+from fzero.arguments import count, function
 from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.trace.refused_operations import draws
+from fzero.trace.user_lines import line, user_place
 from fzero.tree import describe
 
 _WHERE = "data.ArrayDataset"
@@ -35,7 +38,8 @@ class ArrayDataset(Steps):
 
     Raises:
         FzeroValueError, FzeroTypeError: with everything that is wrong: no samples, arrays of different lengths, leaves
-            that are no arrays, overlapping ranges to skip.
+            that are no arrays, overlapping ranges to skip. Of `batch_at`: samples that make no batch of tensors, or
+            that were made with draws from torch's global generator.
 
     Example:
         >>> data = ArrayDataset(torch.arange(12.).reshape(6, 2), torch.arange(6), batch=4)
@@ -55,6 +59,11 @@ class ArrayDataset(Steps):
         skip: Iterable[tuple[int, int]] = (),
     ):
         super().__init__(_WHERE, batch, seed, skip)
+        problems = [] if transform is None else function("transform", transform, "batch", "key")
+        problems += [] if collate is None else function("collate", collate, "samples")
+        if problems:
+            fix = "e.g. transform=lambda batch, key: batch"
+            raise FzeroTypeError(message(_WHERE, "takes functions of other arguments", problems, fix))
         self.shuffle, self.transform = shuffle, transform
         given = arrays[0] if len(arrays) == 1 else arrays
         self.arrays = None if _is_dataset(given) else _rows_of(given)
@@ -88,22 +97,20 @@ class ArrayDataset(Steps):
         Raises:
             FzeroTypeError: what cannot be asked for a step: an iterable data set, a sampler of one's own.
         """
-        samplers = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
-        problems = []
-        if not _is_dataset(loader.dataset):
-            problems.append(f"{type(loader.dataset).__name__} gives its samples one after the other, not by number")
-        if type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
-            problems.append(f"batches are made by {type(loader.batch_sampler).__name__}")
-        elif type(loader.sampler) not in samplers or getattr(loader.sampler, "replacement", False):
-            problems.append(f"samples are chosen by {type(loader.sampler).__name__} of its own")
+        problems = count("ranks", ranks)
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            problems.append(f"{describe(loader)} is no torch.utils.data.DataLoader")
+        else:
+            problems += _not_by_step(loader)
         if problems:
-            fix = "give what has batch_at(step, rank, size), made a function of the step"
+            fix = "give ArrayDataset(dataset, batch=...) the data set itself, or what has batch_at(step, rank, size)"
             raise FzeroTypeError(message("data.from_loader", "the batch of a step is not known", problems, fix))
+        batches: Any = loader.batch_sampler  # also of a loader that was given none; one that was has no batch_size
         return cls(
             loader.dataset,
-            batch=(loader.batch_size or 1) * ranks,
+            batch=batches.batch_size * ranks,
             seed=seed,
-            shuffle=type(loader.sampler) is torch.utils.data.RandomSampler,
+            shuffle=type(batches.sampler) is torch.utils.data.RandomSampler,
             collate=loader.collate_fn,
         )
 
@@ -111,18 +118,46 @@ class ArrayDataset(Steps):
         return super()._in_epoch(positions, epoch) if self.shuffle else positions
 
     def _rows(self, samples: list[int], step: int, rank: int) -> Any:
+        if self.dataset is None and self.transform is None:
+            return self._made(samples, step, rank)
+        before = torch.random.get_rng_state()
+        made = self._made(samples, step, rank)
+        if not torch.equal(before, torch.random.get_rng_state()):
+            with _Drawn() as found:  # of this thread: another's draws are none of a batch's
+                self._made(samples, step, rank)
+            if found.calls:
+                what = "a batch is made with draws from torch's global generator: it does not follow from its step"
+                fix = "draw in transform=fn(batch, key), with fz.random (normal, uniform, bernoulli, dropout)"
+                raise FzeroValueError(message("data.batch_at", what, list(dict.fromkeys(found.calls))[:8], fix))
+        return made
+
+    def _made(self, samples: list[int], step: int, rank: int) -> Any:
         if self.arrays is not None:
             index = torch.tensor(samples)
             batch = tree.map(lambda leaf: leaf[index], self.arrays)
         else:
             many = getattr(self.dataset, "__getitems__", None)  # as a DataLoader asks for them
             found = many(samples) if many is not None else [self.dataset[i] for i in samples]  # pyright: ignore
-            batch = self._collate(found)
+            batch = self._collated(found, samples)
             tree.map_with_path(_check_tensor, batch, root="batch")
         if self.transform is None:
             return batch
         key = random.fold_in(random.key(self.seed), self.data_step(step))
         return self.transform(batch, random.with_part(key, rank))
+
+    def _collated(self, found: list[Any], samples: list[int]) -> Any:
+        if self._collate is not torch.utils.data.default_collate:
+            return self._collate(found)
+        try:
+            return self._collate(found)
+        except (TypeError, ValueError, RuntimeError, LookupError) as error:
+            kinds: dict[str, int] = {}
+            for number, sample in zip(samples, found, strict=True):
+                kinds.setdefault(_kind(sample), number)
+            problems = [f"sample {number}: {kind}" for kind, number in list(kinds.items())[:8]]
+            kind = FzeroTypeError if isinstance(error, TypeError) else FzeroValueError
+            fix = "make them alike, or give collate=fn(samples), which makes a batch of a list of them (padding)"
+            raise kind(message("data.batch_at", "samples make no batch of tensors", problems, fix)) from error
 
     def _identity(self) -> dict[str, Any]:
         leaves = tree.leaves(self.arrays) if self.arrays is not None else []
@@ -144,6 +179,54 @@ def _is_dataset(value: Any) -> bool:
     """Whether samples are asked for by number, of an object of its own."""
     able = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     return able and not isinstance(value, (list, tuple, dict, torch.Tensor)) and not hasattr(value, "__array__")
+
+
+def _not_by_step(loader: torch.utils.data.DataLoader[Any]) -> list[str]:
+    """Problems of a loader whose batches are not runs of its data set in order, or in one drawn for each epoch."""
+    data, batches = loader.dataset, loader.batch_sampler
+    problems = (
+        [] if _is_dataset(data) else [f"{type(data).__name__} gives its samples one after the other, not by number"]
+    )
+    if batches is None:
+        return [*problems, "batch_size=None: samples are not put together to batches"]
+    if type(batches) is not torch.utils.data.BatchSampler:
+        return [*problems, f"batches are made by {type(batches).__name__}"]
+    sampler: Any = batches.sampler
+    name = type(sampler).__name__
+    if type(sampler) not in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler):
+        return problems if problems else [f"samples are chosen by {name} of its own"]
+    if sampler.data_source is not data:
+        problems.append(f"{name} is of {type(sampler.data_source).__name__}, not of the loader's own data set")
+    if getattr(sampler, "replacement", False):
+        problems.append(f"samples are chosen by {name} with replacement")
+    elif len(sampler) != len(sampler.data_source):
+        problems.append(f"{name}(num_samples={len(sampler)}) takes other than all {len(sampler.data_source)} samples")
+    return problems
+
+
+class _Drawn(compat.TorchDispatchMode):
+    """Notes the calls inside that draw from torch's global generator, with the user's lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs) and kwargs.get("generator") is None:
+            place = user_place(None)
+            self.calls.append(f"{func} in {line(place)}" if place else str(func))
+        return func(*args, **kwargs)
+
+
+def _kind(sample: Any) -> str:
+    """A sample in an error, by the shapes of its tensors and arrays."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_kind(x)}" for name, x in sample.items()) + "}"
+    if type(sample) in (tuple, list):
+        return f"{type(sample).__name__}({', '.join(map(_kind, sample[:8]))}{', ...' if len(sample) > 8 else ''})"
+    shape = getattr(sample, "shape", None) if hasattr(sample, "__array__") else None
+    return describe(sample) if shape is None or isinstance(sample, torch.Tensor) else f"{sample.dtype}{list(shape)}"
 
 
 def _rows_of(arrays: Any) -> Any:

@@ -25,6 +25,9 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
     """Timelines and memory over one axis of seconds; see `Plan.save_picture`."""
     if path.suffix not in (".png", ".svg"):
         raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
+    if not path.parent.is_dir():
+        fix = f"make it first: mkdir -p {path.parent}"
+        raise FzeroValueError(message("plan", f"the directory of {path} is not there", fix=fix))
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:

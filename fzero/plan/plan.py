@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.arguments import path_like
+from fzero.errors import FzeroTypeError, message
 from fzero.plan.cost import (
     HOST,
     as_used,
@@ -193,8 +195,12 @@ class Plan:
             measured: what `train.profile` returned, drawn under the prediction.
 
         Raises:
-            FzeroValueError: another ending, or no matplotlib, which `fzero[plan]` installs.
+            FzeroTypeError: what is no path.
+            FzeroValueError: another ending, a directory that is not there, or no matplotlib, which `fzero[plan]`
+                installs.
         """
+        if problems := path_like("path", path):
+            raise FzeroTypeError(message("plan", "draws to a file", problems, 'save_picture("step.png")'))
         from fzero.plan.picture import picture
 
         picture(self, Path(path), None if budget is None else parse_bytes(budget), measured)
