@@ -21,6 +21,7 @@ from torch import nn
 
 import fzero as fz
 from fzero import optim
+from fzero.errors import FzeroTypeError, TraceError
 
 
 class Layer(nn.Module):
@@ -740,3 +741,96 @@ def test_the_example_is_the_same_on_every_mesh(run_ranks):
     one, three = run_ranks(1, example, 25)[0], run_ranks(3, example, 25)[0]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", one)]
     assert one == three and len(losses) == 1 and losses[0] < 4, one
+
+
+class Pair(nn.Module):
+    """Two linear layers whose tensors may have to do with each other."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(6, 6), nn.Linear(6, 6), kind
+        if kind == "data":
+            self.b.weight.data = self.a.weight.data
+        if kind == "frozen":
+            self.a.weight.requires_grad_(False)
+        if kind in ("buffer", "frozen"):
+            self.register_buffer("w", self.a.weight.data)
+        if kind == "attribute":
+            self.w = self.a.weight.detach()[:2]
+        if kind == "transposed":
+            self.b.weight = nn.Parameter(self.a.weight.T)
+        if kind == "hook":
+            self.a.weight.register_hook(lambda g: g * 0)
+        if kind == "late hook":
+            self.b.bias.register_post_accumulate_grad_hook(lambda p: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+
+@pytest.mark.parametrize("kind", ["data", "frozen"])
+def test_parameters_in_one_memory_are_tied(kind: str) -> None:
+    x = torch.randn(8, 6)
+    torch.manual_seed(0)
+    plain = Pair(kind)
+    torch.manual_seed(0)
+    net = Pair(kind)
+    model = fz.functionalize(net)
+    train = fz.compile(
+        model.train_step(fz.optim.sgd(0.5), lambda out, b: out.square().mean()), fz.make_mesh(), backend="eager"
+    )
+    state, sgd = train.init(model.params), torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = plain(x).square().mean()
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        state, metrics = train(state, x)
+        torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-5, atol=0.0)
+    model.write_back(train.gather(state).params)
+    torch.testing.assert_close(net.b.weight, plain.b.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("buffer", "w, a.weight: lie in the same memory"),
+        ("attribute", "w, a.weight: lie in the same memory"),
+        ("transposed", "a.weight, b.weight: lie in the same memory"),
+        ("hook", "a.weight: has hooks for its gradient"),
+        ("late hook", "b.bias: has hooks for its gradient"),
+    ],
+)
+def test_tensors_that_are_more_than_values_are_refused(kind: str, says: str) -> None:
+    with pytest.raises(FzeroTypeError, match=says):
+        fz.functionalize(Pair(kind))
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_seed_of_its_own_is_refused(forked: bool) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.random.fork_rng() if forked else contextlib.nullcontext():
+                torch.manual_seed(0)
+                return super().forward(x) + torch.randn(2)
+
+    before = torch.get_rng_state()
+    model = fz.functionalize(Noisy(6, 2))
+    torch.set_rng_state(before)
+    with pytest.raises(TraceError, match="draws from a seed of its own"):
+        model.apply(model.params, torch.ones(3, 6), key=fz.random.key(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_code_that_computes_with_the_number_of_its_layer() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, index: int):
+            super().__init__()
+            self.linear, self.layer_idx = nn.Linear(6, 6), index
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * (0.5**self.layer_idx) + self.layer_idx).tanh()
+
+    net, x = nn.Sequential(*(Scaled(i) for i in range(3))), torch.randn(4, 6)
+    model = fz.functionalize(net)
+    assert model.blocks == ["0", "1", "2"] and torch.equal(model.apply(model.params, x), net(x))

@@ -21,6 +21,7 @@ from fzero.errors import TraceError, message
 from fzero.trace.refused_operations import draws
 
 aten = torch.ops.aten
+_NOBODYS = 0x5EED0F2E80  # a seed
 ROWS = 10007
 """The rows of a batch in a rehearsal: a prime number."""
 
@@ -43,6 +44,16 @@ class _Seeded(compat.TorchDispatchMode):
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        # nobody inside draws from torch's generator: that it has another seed says that somebody has asked for one
+        self._state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(_NOBODYS)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        torch.default_generator.set_state(self._state)
+        return super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +102,10 @@ class Draws(_Seeded):
         given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
+        if torch.default_generator.initial_seed() != _NOBODYS:
+            fix = "draw what is to be the same in every step once, and register it as a buffer"
+            what = f"{func} draws from a seed of its own (torch.manual_seed, fork_rng), which no key is"
+            raise TraceError(message("functionalize", what, fix=fix))
         if rule is None or given.get("generator") is not None:
             fix = "give models of transformers attn_implementation='eager', or no dropout in attention; no generator"
             raise TraceError(message("functionalize", f"draws where no key reaches ({func})", fix=fix))

@@ -25,7 +25,17 @@ from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.init import initialized
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
-from fzero.modules.skeleton import Slot, holding, named, nested, renumber_hooks, settled, skeleton_of, slots_of
+from fzero.modules.skeleton import (
+    Slot,
+    check_plain,
+    holding,
+    named,
+    nested,
+    renumber_hooks,
+    settled,
+    skeleton_of,
+    slots_of,
+)
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
 from fzero.trace.untouched import Untouched
@@ -86,7 +96,8 @@ class Functional:
         self._module, self._name = module, type(module).__name__
         self._still = prepared(skeleton_of(module))
         slots, own = slots_of(self._still), {name: slot.get() for name, slot in named(module)}
-        self.params = nested({s.name: _detached(module, own, s.name) for s in slots})
+        leaves = {s.name: own[s.name] if s.name in own else operator.attrgetter(s.name)(module) for s in slots}
+        self.params = nested({name: x.detach() for name, x in leaves.items()})
         self._names, self._structure = tree.names(self.params), tree.structure(self.params)
         path_of = dict(zip(self._names, tree.paths(self.params, "params"), strict=True))
         self.blocks = find_layers(self._still) if blocks is None else chosen(self._still, blocks)
@@ -94,6 +105,7 @@ class Functional:
         training = still if module.training else still.train()
         self._extra = mutable
         self._train = Mode(training, self.blocks, mutable)
+        check_plain(own, leaves, self._train.overwritten)
         if not module.training:
             self._eval  # noqa: B018 made before a trace is
         trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}
@@ -214,7 +226,7 @@ class Functional:
             FzeroValueError: listing leaves of another shape: shards.
         """
         given = self._flat(params)
-        slots = [s._replace(name=name) for s, name in _own_slots(self._module, slots_of(self._still))]
+        slots = list(_own_slots(self._module, self._still))
         wrong = [
             f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
             for s in slots
@@ -405,17 +417,11 @@ def _has_experts(module: nn.Module) -> bool:
     return any("Experts" in type(m).__name__ for m in module.modules())
 
 
-def _detached(module: nn.Module, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    x = own.get(name)
-    x = operator.attrgetter(name)(module) if x is None else x  # a plain attribute
-    return x.detach()
-
-
-def _own_slots(module: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[Slot, str]]:
-    """The places of the module that was given, and the names under which the tree has their tensors."""
-    tied = dict(named(module))
-    own = {(id(s.owner), s.of, s.attribute): s.name for s in slots_of(module)}
-    return ((slot, own[id(slot.owner), slot.of, slot.attribute]) for slot in tied.values())
+def _own_slots(module: nn.Module, skeleton: nn.Module) -> Iterator[Slot]:
+    """The places of the module that was given, each with the name under which the tree has its tensor."""
+    leaves = {id(s.get()): s.name for s in slots_of(skeleton)}
+    names = {name: leaves[id(slot.get())] for name, slot in named(skeleton)}
+    return (slot._replace(name=names[name]) for name, slot in named(module))
 
 
 def _rows(values: Any) -> int | None:

@@ -150,21 +150,37 @@ class Layer:
             with self._itself():
                 return self.module.forward(*args, **kwargs)
         if isinstance(call.draws, Rehearsal):
-            with self._itself(), _within(Call(call.draws, [], inside=True)), Rehearsal() as own:
-                out = self.module.forward(*args, **kwargs)
-            call.layers.append(tuple(own.dims))
-            return out
+            return self._tried(lambda: self._rehearsed(call, args, kwargs))
         given = {name: slot.get() for name, slot in self._tensors}
         captures, dims = capture.wanted(), call.layers.pop(0) if call.layers else ()
         key = call.draws.next() if dims else None
-        with self._itself():
-            made = self._block(given, key, dims, args, kwargs, captures)
+        made = self._tried(lambda: self._block(given, key, dims, args, kwargs, captures))
         (out, captured), new = made.whole()
         capture.put(captured)
         for slot in self._slots:
             if slot.name in new:
                 slot.put(new[slot.name])
         return out
+
+    def _rehearsed(self, call: Call, args: Any, kwargs: Any) -> Any:
+        with _within(Call(call.draws, [], inside=True)), Rehearsal() as own:
+            out = self.module.forward(*args, **kwargs)
+        call.layers.append(tuple(own.dims))
+        return out
+
+    def _tried(self, run: Callable[[], Any]) -> Any:
+        """With numbers that stand for themselves; where the code cannot do with those, with plain ones."""
+        standing = [number for number in self.numbers.values() if not number.asked]
+        try:
+            with self._itself():
+                return run()
+        except Exception:
+            if not standing:
+                raise
+            for number in standing:
+                number.asked = True
+        with self._itself():
+            return run()
 
     def restore(self) -> None:
         """The forward that the layer has itself."""

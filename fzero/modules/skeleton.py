@@ -7,7 +7,7 @@ must not know of blocks, or of steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,12 +48,14 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         FzeroTypeError: a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
+    tied: dict[Any, Any] = {}  # parameters that are the same elements are one, and so are buffers
     for m in module.modules():
         held = [*m._parameters.values(), *m._buffers.values(), *vars(m).values()]
         for x in held:
             if isinstance(x, torch.Tensor) and id(x) not in memo:
                 meta = torch.empty_like(x, device="meta")
-                memo[id(x)] = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+                meta = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+                memo[id(x)] = tied.setdefault(_elements(x), meta)
     try:
         found = copy.deepcopy(module, memo)
     except Exception as error:
@@ -65,6 +67,46 @@ def skeleton_of(module: nn.Module) -> nn.Module:
             x = vars(m).pop(name)
             m.register_buffer(name, x.detach(), persistent=False)
     return found
+
+
+def _elements(x: torch.Tensor) -> Any:
+    """The elements of memory that a tensor is, and as what it is used; of one without memory, itself."""
+    if x.is_meta or not x.numel() or x.layout is not torch.strided:
+        return id(x)
+    return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, isinstance(x, nn.Parameter), x.requires_grad
+
+
+def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+    """Raises if tensors of a module are more than their values: have hooks, or lie in the memory of others.
+
+    Args:
+        own: the tensors by all of their names.
+        leaves: each once, by the name of its leaf.
+        written: the names of those leaves that the forward overwrites.
+    """
+    by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    problems = [
+        f"{name}: has hooks for its gradient (register_hook), which would not be called"
+        for name, x in own.items()
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)
+    ]
+    for name, x in leaves.items():
+        if not x.is_meta and x.numel() and x.layout is torch.strided:
+            reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+            first, last = x.data_ptr(), x.data_ptr() + reach * x.itemsize
+            by_storage.setdefault(x.untyped_storage().data_ptr(), []).append((first, last, name, x))
+    for group in by_storage.values():
+        for i, (first, last, name, x) in enumerate(group):
+            for begin, end, other, y in group[i + 1 :]:
+                changes = [n for n, t in ((name, x), (other, y)) if t.requires_grad or n in written]
+                if changes and max(first, begin) < min(last, end):
+                    problems.append(f"{name}, {other}: lie in the same memory, and {changes[0]} changes")
+    if problems:
+        fix = (
+            "transform gradients in the optimizer (fz.optim.masked, clip_by_global_norm); tie parameters by binding one "
+            "to both names (b.weight = a.weight), and take views of them in the forward"
+        )
+        raise FzeroTypeError(message("functionalize", "tensors of the module are more than values", problems, fix))
 
 
 def renumber_hooks(module: nn.Module) -> None:
