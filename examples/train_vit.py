@@ -23,20 +23,24 @@ HELD_OUT = 360  # of 1,797 digits
 
 def make_model(seed: int) -> Any:
     """The same on every rank."""
-    from transformers import ViTConfig, ViTForImageClassification
+    from transformers import ViTConfig, ViTForImageClassification  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return ViTForImageClassification(
-        ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, initializer_range=0.1, **sizes)
-    )
+    images: dict[str, Any] = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    return ViTForImageClassification(ViTConfig(**images, **sizes, initializer_range=0.1))
 
 
 def digits(args: argparse.Namespace) -> tuple[fz.data.ArrayDataset, fz.data.ArrayDataset]:
     """The digits to train on, in an order of its own each epoch and moved by a pixel at most, and those held out."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
 
-    found = load_digits()
+    found: Any = load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 8 - 1
     labels = torch.from_numpy(found.target)
     order = fz.random.uniform(fz.random.key(0), (len(labels),)).argsort()  # the same split whatever the seed

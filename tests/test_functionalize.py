@@ -141,10 +141,10 @@ def functions(program: Any) -> tuple[int, int]:
 
 
 def test_alike_layers_are_traced_once(monkeypatch):
-    import fzero.trace.block as traced
+    import fzero.trace.block_calls as traced
 
-    count, trace = [], traced._trace
-    monkeypatch.setattr(traced, "_trace", lambda *args: count.append(1) or trace(*args))
+    count, trace = [], traced.trace_joint
+    monkeypatch.setattr(traced, "trace_joint", lambda *args: count.append(1) or trace(*args))
     assert functions(program_of(fz.functionalize(net(layers=6)))) == (12, 2)
     assert len(count) == 1
 

@@ -129,6 +129,7 @@ class Steps:
         data in which order. JSON can hold it.
 
         Example:
+            >>> from fzero.data import TokenDataset
             >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
             >>> data.resume(data.cursor(3))
             3

@@ -28,8 +28,8 @@ def sources(module: Any, weights: Weights) -> Sources:
     Raises:
         CheckpointError: conversions that take rows apart, or that fail; with the leaf, what it is made of and how.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports] - of the extra `hf`
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     mapping = get_model_conversion_mapping(module)
@@ -75,7 +75,7 @@ def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[Run]]]:
     Raises:
         CheckpointError: conversions that take rows apart.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import revert_weight_conversion  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     ignored = set(module._keys_to_ignore_on_save or ())
     state = {n: x for n, x in module.state_dict().items() if n not in _tied(module) and n not in ignored}

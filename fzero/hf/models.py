@@ -110,7 +110,7 @@ def from_pretrained(
         >>> fz.hf.save_pretrained(path + "/out", model, state)[0].name
         'model.safetensors'
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     path = Path(path)
     found = _json(path, "config.json")
@@ -138,7 +138,7 @@ def from_pretrained(
         what = f"{getattr(cls, '__name__', cls)} cannot be made of {path}"
         raise CheckpointError(message("hf.from_pretrained", what, [text], fix)) from error
     if module.can_generate() and (path / "generation_config.json").exists():
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return Pretrained(module, path, **own)

@@ -103,8 +103,8 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
                     problems.append(f"{name}, {other}: lie in the same memory, and {changes[0]} changes")
     if problems:
         fix = (
-            "transform gradients in the optimizer (fz.optim.masked, clip_by_global_norm); tie parameters by binding one "
-            "to both names (b.weight = a.weight), and take views of them in the forward"
+            "transform gradients in the optimizer (fz.optim.masked, clip_by_global_norm); tie parameters by binding "
+            "one to both names (b.weight = a.weight), and take views of them in the forward"
         )
         raise FzeroTypeError(message("functionalize", "tensors of the module are more than values", problems, fix))
 
