@@ -333,8 +333,56 @@ def test_the_share_that_is_dropped():
     with pytest.raises(fz.errors.TraceError, match="draws random numbers, and is given no key"):
         model.apply([], torch.ones(2, 2))
     given = fz.functionalize(Generated())
-    with pytest.raises(fz.errors.TraceError, match=r"draws where no key reaches \(aten.uniform_"):
+    with pytest.raises(fz.errors.TraceError, match=r"draws where no key reaches \(aten.uniform_") as caught:
         given.apply(given.params, torch.ones(2, 4), key=fz.random.key(0))
+    place, fix = str(caught.value).splitlines()[1:]
+    assert re.search(r"test_functionalize.py:\d+: return super\(\)", place) and "leave the generator out" in fix
+    given = fz.functionalize(Counts())
+    with pytest.raises(fz.errors.TraceError, match=r"(?s)poisson.*: return torch.poisson\(x\).*bernoulli,.*randperm"):
+        given.apply(given.params, torch.ones(2, 4), key=fz.random.key(0))
+
+
+class Counts(nn.Dropout):
+    def forward(self, x):
+        return torch.poisson(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
+
+    def forward(self, x, y, *, scale):
+        return self.dropout(self.linear(x)) * y * scale
+
+
+@pytest.mark.parametrize(
+    ("batch", "settings", "says"),
+    [
+        (
+            {"x": torch.ones(2, 4), "z": torch.ones(2)},
+            {},
+            ["missing: y", "missing: scale", "'x': float32[2, 4]", "'z'"],
+        ),
+        ((torch.ones(2, 4),), {"scale": 2.0}, ["missing: y", "the batch has 0: float32[2, 4]"]),
+        (torch.ones(2, 4), {"scale": 2.0}, ["missing: y"]),
+        ({"x": torch.ones(2, 4)}, {"z": 1}, ["unexpected keyword argument 'z'"]),
+    ],
+)
+def test_batches_that_lack_arguments_of_forward(batch, settings, says):
+    model = fz.functionalize(Scaled())
+    step = model.train_step(fz.optim.sgd(0.1), lambda out, batch: out.mean(), **settings)
+    with pytest.raises(
+        fz.errors.FzeroTypeError, match=r"a batch does not fit Scaled.forward\(x, y, \*, scale\)"
+    ) as caught:
+        step(step.init(model.params), batch)
+    assert all(text in str(caught.value) for text in says), caught.value
+
+
+def test_settings_are_none_of_a_batch_s_entries():
+    model = fz.functionalize(Scaled())
+    step = model.train_step(fz.optim.sgd(0.1), lambda out, batch: (out - batch[1]).mean(), y=1.0, scale=2.0)
+    step(step.init(model.params), (torch.ones(2, 4), torch.ones(2, 4)))
 
 
 # --- buffers ---

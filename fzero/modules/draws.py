@@ -19,6 +19,7 @@ from torch import nn
 from fzero import compat, random
 from fzero.errors import TraceError, message
 from fzero.trace.refused_operations import draws
+from fzero.trace.user_lines import line, user_place
 
 aten = torch.ops.aten
 _NOBODYS = 0x5EED0F2E80  # a seed
@@ -107,8 +108,9 @@ class Draws(_Seeded):
             what = f"{func} draws from a seed of its own (torch.manual_seed, fork_rng), which no key is"
             raise TraceError(message("functionalize", what, fix=fix))
         if rule is None or given.get("generator") is not None:
-            fix = "give models of transformers attn_implementation='eager', or no dropout in attention; no generator"
-            raise TraceError(message("functionalize", f"draws where no key reaches ({func})", fix=fix))
+            place = user_place(None)
+            where, fix = [line(place)] if place else [], _fix(func, given)
+            raise TraceError(message("functionalize", f"draws where no key reaches ({func})", where, fix))
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
@@ -119,6 +121,16 @@ class Draws(_Seeded):
             return kind(random.replicated(key), list(shape), *args)
         moved = [shape[at], *(n for i, n in enumerate(shape) if i != at)]
         return kind(key, moved, *args).movedim(0, at)
+
+
+def _fix(func: Any, given: dict[str, Any]) -> str:
+    """A way out of a draw without a rule, or with a generator."""
+    if given.get("generator") is not None:
+        return "leave the generator out: what is drawn comes from the step's key"
+    if "attention" in str(func):
+        return "give no dropout in attention (dropout_p=0.0), or models of transformers attn_implementation='eager'"
+    names = sorted({op.__name__.strip("_") for op in _RULES})
+    return f"make it of what draws from the step's key: {', '.join(names)}"
 
 
 # --- rules ---

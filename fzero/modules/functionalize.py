@@ -187,9 +187,9 @@ class Functional:
             raise FzeroTypeError(message("functionalize", "takes a function of outputs and batch", problems, fix))
 
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
-            args, kwargs = self._arguments(batch, alone=fn is None)
+            args, kwargs = self._arguments(batch, settings, alone=fn is None)
             counting = Counting() if fn is None else None
-            given = Given(self._flat(params), key, _rows(batch), args, {**kwargs, **settings})
+            given = Given(self._flat(params), key, _rows(batch), args, kwargs)
             out, new = self._call(self._train, given, counting)
             loss = fn(out, batch) if fn is not None else own_loss(out, counting, self._name)
             return loss if new is None else (loss, new)
@@ -212,8 +212,8 @@ class Functional:
         mode = self._eval
 
         def evaluate(params: Any, batch: Any) -> Any:
-            args, kwargs = self._arguments(batch, alone=fn is None)
-            out, _ = self._call(mode, Given(self._flat(params), None, _rows(batch), args, {**kwargs, **settings}))
+            args, kwargs = self._arguments(batch, settings, alone=fn is None)
+            out, _ = self._call(mode, Given(self._flat(params), None, _rows(batch), args, kwargs))
             return out if fn is None else fn(out, batch)
 
         return eval_step(self._marked(evaluate, "eval"))
@@ -273,18 +273,45 @@ class Functional:
             raise FzeroTypeError(message("functionalize", f"buffers of {self._name} are cast", cast, fix))
         return flat
 
-    def _arguments(self, batch: Any, alone: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward's arguments in a batch; all of it if nobody else reads it."""
-        parameters = inspect.signature(self._module.forward).parameters.values()
-        named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward's arguments in a batch; all of it if nobody else reads it. And the settings.
+
+        Raises:
+            FzeroTypeError: forward does not take these, or needs more.
+        """
+        signature = inspect.signature(self._module.forward)
+        named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        needed = [p for p in named if p.default is p.empty and p.name not in settings]
+        args, kwargs = (), {}
         if isinstance(batch, Mapping):
-            return (), {k: x for k, x in batch.items() if alone or not named or k in named}
-        if not isinstance(batch, (tuple, list)):
-            return (batch,), {}
-        if alone:
-            return tuple(batch), {}
-        needed = [p for p in parameters if p.name in named and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
-        return tuple(batch[: max(len(needed), 1)]), {}
+            kwargs = {k: x for k, x in batch.items() if alone or not named or k in {p.name for p in named}}
+        elif not isinstance(batch, (tuple, list)):
+            args = (batch,)
+        else:
+            count = len(batch) if alone else max(sum(p.kind is not p.KEYWORD_ONLY for p in needed), 1)
+            args = tuple(batch[:count])
+        kwargs = {**kwargs, **settings}
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            problems = _misfit(error, signature, needed, args, kwargs)
+            entries = batch.items() if isinstance(batch, Mapping) else enumerate(args)
+            problems += [f"the batch has {k!r}: {tree.describe(x)}" for k, x in list(entries)[:16]]
+            fix = "name the entries of a batch as forward's arguments, or give model.train_step(..., name=value)"
+            what = f"a batch does not fit {self._name}.forward{signature}"
+            raise FzeroTypeError(message("functionalize", what, problems, fix)) from None
+        return args, kwargs
+
+
+def _misfit(
+    error: TypeError, signature: inspect.Signature, needed: Sequence[inspect.Parameter], args: Any, kwargs: Any
+) -> list[str]:
+    """The argument that forward has no parameter for; if there is none, the parameters that lack one."""
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as other:
+        return [str(other)]
+    return [f"missing: {p.name}" for p in needed if p.name not in bound] or [str(error)]
 
 
 class Given(NamedTuple):
