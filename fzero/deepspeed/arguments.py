@@ -47,6 +47,7 @@ def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "optimizer.params.eps": args.adam_epsilon,
         "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0.0,  # the Trainer's: no argument
         "scheduler.params.warmup_max_lr": args.learning_rate,
         "fp16.enabled": bool(args.fp16 or getattr(args, "fp16_full_eval", False)),
         "bf16.enabled": bool(args.bf16 or getattr(args, "bf16_full_eval", False)),

@@ -133,6 +133,10 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return found
 
 
+_FILLED_ALONE = {"scheduler.params.warmup_min_lr"}
+"""Keys that no training argument is of: they are filled in where they are "auto", and compared with nothing."""
+
+
 def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: Table = DEEPSPEED) -> Settings:
     """The values of a configuration, "auto" filled in, and what its keys are answered, but for what several of them
     mean together."""
@@ -149,7 +153,7 @@ def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: Table = D
                 out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
                 continue
             value = auto.get(at, value)
-        elif at in auto and auto[at] != value and value is not None:
+        elif at in auto and auto[at] != value and value is not None and at not in _FILLED_ALONE:
             out.problems.append(f"{path}={shown(value)}: the arguments say {shown(auto[at])}; make it 'auto'")
         if value != "auto" and (problem := wrong(row.kind, value)):
             out.problems.append(f"{path}={shown(value)}: {problem}")
