@@ -143,8 +143,8 @@ def test_learning_rates_are_deepspeeds(schema: dict[str, Any]) -> None:
 
 
 def test_the_table_is_sound() -> None:
-    kinds = {"flag": True, "count": 3, "integer": -1, "number": 0.5, "fraction": 0.5, "pair": [0.9, 0.9], "text": "x",
-             "texts": ["x"], "dtype": "bf16", "any": {}}  # fmt: skip
+    kinds = {"flag": True, "count": 3, "rows": 3, "integer": -1, "number": 0.5, "fraction": 0.5, "pair": [0.9, 0.9],
+             "text": "x", "texts": ["x"], "dtype": "bf16", "any": {}}  # fmt: skip
     for path, row in ROWS.items():
         assert row.answer in ("meaning", "note", "refused")
         assert row.says and row.says[-1] != ".", path
@@ -163,6 +163,7 @@ def test_a_note_changes_nothing(path: str) -> None:
     values = {
         "flag": True,
         "count": 3,
+        "rows": 3,
         "number": 0.5,
         "integer": 1,
         "text": "x",
@@ -184,6 +185,7 @@ def test_a_refusal_names_its_key(path: str) -> None:
     values = {
         "flag": True not in row.neutral,
         "count": 7,
+        "rows": 7,
         "number": 0.5,
         "texts": ["x"],
         "dtype": "bf16",
@@ -244,8 +246,8 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("scheduler", {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
     ("scheduler", {"params": {"warmup_num_steps": 3}}, "scheduler.type: missing"),
     ("train_batch_size", 9, "train_batch_size=9: 4 rows x 1 micro-batches x 2 ranks are 8"),
-    ("train_batch_size", 0, "must be at least 1"),
-    ("train_batch_size", True, "must be a whole number"),
+    ("train_batch_size", 0, "must be a whole number of at least 1"),
+    ("train_batch_size", True, "train_batch_size=True: must be a whole number of at least 1"),
     ("gradient_accumulation_steps", 3, "steps=3: 1 rows x 3 micro-batches x 2 ranks are 6"),
     ("gradient_clipping", -1.0, "must be at least 0"),
     ("communication_data_type", "fp8", "must be one of"),
@@ -601,6 +603,24 @@ def test_initialize(capsys: Any) -> None:
     for wrong_model in ({"model": 3}, {}):
         with pytest.raises(FzeroTypeError, match=r"deepspeed\.initialize"):
             fz.deepspeed.initialize(config=config, **wrong_model)
+
+
+def test_batches_of_other_rows() -> None:
+    net = torch.nn.Linear(4, 1)
+    settings: dict[str, Any] = {"loss": lambda out, batch: out.square().mean(), "report": False, "backend": "eager"}
+    train = fz.deepspeed.initialize(model=net, config=SMALL, **settings)
+    state = train.init(fz.functionalize(net).params)
+    state, _ = train(state, (torch.ones(8, 4),))
+    with pytest.raises(
+        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 ranks"
+    ):
+        train(state, (torch.ones(6, 4),))
+    state, _ = train(state, {"input": torch.ones(8, 4), "classes": torch.ones(3)})  # one leaf has the rows
+    step = fz.functionalize(net).train_step(fz.optim.sgd(0.1), settings["loss"])
+    with pytest.raises(FzeroValueError, match="give each rank 4 rows"):
+        fz.lower(load(SMALL, world=2)(step), fz.AbstractMesh(data=2), fz.functionalize(net).params, (torch.ones(8, 4),))
+    evaluate = fz.compose(*train.resolved.transforms)(fz.functionalize(net).eval_step())
+    assert fz.compile(evaluate, fz.make_mesh(), backend="eager")(state.params, (torch.ones(3, 4),)).shape == (3, 1)
 
 
 def _plain(model: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,10 +15,11 @@ from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
 from fzero.deepspeed.reading import DTYPES, Decision, Settings, read_file, settings
 from fzero.deepspeed.table import MEANING
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.loss_scale import LossScale
-from fzero.step import Step, compose, train_step
+from fzero.program.ir import Program
+from fzero.step import EvalStep, Step, compose, train_step
 from fzero.transforms.accumulate import accumulate
 from fzero.transforms.base import Transform
 from fzero.transforms.offload import offload
@@ -64,8 +65,31 @@ class Without:
 
 
 @dataclass(frozen=True)
+class BatchSize(Transform):
+    """The rows that a step of all ranks has: a batch of others is refused when its program is made.
+
+    A leaf of the batch has its rows in dim 0; one of them must be of that many.
+    """
+
+    rows: int = 1
+    order: ClassVar[int] = 90
+    name: ClassVar[str] = "train_batch_size"
+
+    def rewrite(self, program: Program) -> Program:
+        found = {v.name: v.shape[0] for v in program.inputs if v.name not in program.leaves and v.shape}
+        if program.assigns and found and self.rows not in {n * program.mesh.size for n in found.values()}:
+            problems = [f"{name}: {n} rows of each of {program.mesh.size} ranks" for name, n in found.items()]
+            rows = self.rows / program.mesh.size
+            fix = f"give each rank {rows:g} rows, those of all its micro-batches; or say another train_batch_size"
+            what = f"a step is of {self.rows} rows (train_batch_size), this batch is of others"
+            raise FzeroValueError(message("deepspeed", what, problems, fix))
+        return program
+
+
+@dataclass(frozen=True)
 class Config:
-    """A configuration of DeepSpeed's as it is carried out here. Called with a step it is all of its transforms.
+    """A configuration of DeepSpeed's as it is carried out here. Called with a step it is all of its transforms, and
+    the check that batches have `batch_size` rows.
 
     Attributes:
         transforms: the specs that it asks for, each as one would write it.
@@ -95,7 +119,8 @@ class Config:
     optimizer_text: str
 
     def __call__(self, step: Any) -> Any:
-        return compose(*self.transforms)(step)
+        rows = () if isinstance(step, EvalStep) else (BatchSize(self.batch_size),)
+        return compose(*self.transforms, *rows)(step)
 
     def train_step(self, loss_fn: Callable[..., Any], **kwargs: Any) -> Step:
         """`fz.train_step(loss_fn, config.optimizer, **kwargs)` with the transforms."""
@@ -185,10 +210,6 @@ def _batch(found: Settings, world: int) -> tuple[int, int, int]:
     if any(p.startswith((*paths, "world")) for p in found.problems):
         return 1, 1, 1
     total, micro, num = (None if (x := found.get(p)) is None else int(x) for p in paths)
-    for path, n in zip(paths, (total, micro, num), strict=True):
-        if n == 0:
-            found.refuse(path, "must be at least 1")
-            return 1, 1, 1
     if total is None and micro is None:
         found.problems.append(f"{paths[0]}: give it, or {paths[1]}")
         return 1, 1, 1

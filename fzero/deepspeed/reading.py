@@ -256,6 +256,7 @@ DTYPES = {
 _KINDS: dict[str, tuple[str, Any]] = {
     "flag": ("true or false", lambda x: isinstance(x, bool)),
     "count": ("a whole number of at least 0", lambda x: _is_whole(x) and x >= 0),
+    "rows": ("a whole number of at least 1", lambda x: _is_whole(x) and x >= 1),
     "integer": ("a whole number", _is_whole),
     "number": ("a number", _is_number),
     "fraction": ("a number from 0 to 1", lambda x: _is_number(x) and 0 <= x <= 1),

@@ -32,11 +32,11 @@ class Row:
 # "flag?" takes null too, "count~" is "auto" of its own right, and a list is of the values that there are.
 _TABLE = """
 meaning - | rows of a step over all ranks
-  count? train_batch_size
+  rows? train_batch_size
 meaning - | rows of a rank and micro-batch
-  count? train_micro_batch_size_per_gpu
+  rows? train_micro_batch_size_per_gpu
 meaning - | fz.accumulate
-  count? gradient_accumulation_steps
+  rows? gradient_accumulation_steps
 refused - [true] | a step is one program: its micro-batches are its own
   flag managed_gradient_accumulation
 note - | batches are the caller's; one that does not divide is an error
