@@ -14,7 +14,7 @@ import fzero as fz
 from fzero import optim
 from fzero.program.ir import Program
 
-lower_file = importlib.import_module("fzero.lowering.lower")
+fuse_pass = importlib.import_module("fzero.passes.fuse")
 
 
 def lowered(
@@ -131,7 +131,7 @@ CASES = {
 def test_the_same_bits_as_apart(monkeypatch, name):
     loss, params, data, options = CASES[name]
     made, *got = trained(loss, params, data, **options)
-    monkeypatch.setattr(lower_file.fuse, "rewrite", lambda program: program)
+    monkeypatch.setattr(fuse_pass, "rewrite", lambda program: program)
     apart, *want = trained(loss, params, data, **options)
     assert made == (name in ("gpt", "aux", "literals")) and not apart
     for a, b in zip(fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
