@@ -48,7 +48,7 @@ def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
 def _written(classes: Collection[type]) -> set[str]:
     """The attributes that the forwards of these classes overwrite, with the methods that they name."""
     methods: dict[str, list[Any]] = {}
-    for base in {base for cls in classes for base in cls.__mro__ if base not in (object, nn.Module)}:
+    for base in dict.fromkeys(b for cls in classes for b in cls.__mro__ if b not in (object, nn.Module)):
         if not base.__module__.startswith("torch.nn.modules."):
             for name, x in vars(base).items():
                 fn = inspect.unwrap(x) if callable(x) else None

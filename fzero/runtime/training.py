@@ -14,7 +14,7 @@ from fzero import agree, tree
 from fzero import random as fzrandom
 from fzero.allocator import return_freed_memory
 from fzero.arguments import count
-from fzero.checkpoint.loading import open_weights
+from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
@@ -251,7 +251,7 @@ class CompiledStep(Compiled):
         places = self._places(inputs, opt_inputs, "load")
 
         def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
-            return storage.put(value, leaf, places, self.mesh)
+            return storage.put(value, leaf, places, self.mesh, WINDOW)
 
         def read() -> dict[int, torch.Tensor]:
             return load.leaves(plan, inputs, self.mesh, put)

@@ -154,12 +154,19 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
     return True
 
 
-def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places: Places, mesh: Mesh) -> torch.Tensor:
+def put(
+    value: torch.Tensor | Iterator[torch.Tensor] | None,
+    leaf: Leaf,
+    places: Places,
+    mesh: Mesh,
+    buffer: int = disk.BUFFER,
+) -> torch.Tensor:
     """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
     device.
 
     Args:
         value: of the leaf as it rests; or its consecutive parts; or None for zeros.
+        buffer: bytes of each of the two buffers through which parts go to disk.
     """
     if leaf.layout.tier == "device":
         if not isinstance(value, torch.Tensor):
@@ -170,12 +177,12 @@ def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf, places:
         if _bits(value).any():
             copy(value, places[leaf.path])
     elif value is not None:
-        fill(places[leaf.path], value)
+        fill(places[leaf.path], value, buffer)
     return places[leaf.path]
 
 
-def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-    """Makes consecutive parts the value of a tensor of a state."""
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = disk.BUFFER) -> None:
+    """Makes consecutive parts the value of a tensor of a state; on disk through two buffers of so many bytes."""
     if extent_of(target) is None:
         flat, at = target.reshape(-1), 0
         for part in parts:
@@ -183,7 +190,7 @@ def fill(target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
             at += part.numel()
             del part  # not alive while the next one is made
     else:
-        with disk.write_pieces(target) as write:
+        with disk.write_pieces(target, buffer) as write:
             for part in parts:
                 write(part)
                 del part
